@@ -1,0 +1,25 @@
+"""What RoutePack raises when an input cannot be used.
+
+Every error names the option or file, the value, the limit and the remedy. All are
+``ValueError`` so that code which knows nothing of RoutePack can still catch them.
+"""
+
+
+class RoutePackError(ValueError):
+    """An input that RoutePack cannot use; the message says what to change."""
+
+
+class ConfigError(RoutePackError):
+    """A config names something that does not exist, or gives it a value it cannot have."""
+
+
+class TraceError(RoutePackError):
+    """Recorded routing, a demand or a plan file that contradicts itself or cannot be read."""
+
+
+class InfeasibleError(RoutePackError):
+    """A window that no plan can satisfy, such as a sequence longer than a microbatch."""
+
+
+class PlanError(RoutePackError):
+    """A plan that does not fit its trace, or that is not what its own figures say."""
