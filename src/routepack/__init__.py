@@ -1,0 +1,1 @@
+"""RoutePack: expert placement and attention-aware packing for MoE reinforcement learning."""

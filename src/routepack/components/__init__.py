@@ -1,0 +1,1 @@
+"""What a config can swap: collector, rerouter, packer, and the MoE layer."""

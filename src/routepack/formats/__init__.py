@@ -1,0 +1,1 @@
+"""Recorded routing of each stack to a RolloutBatch; none of the stacks is imported."""

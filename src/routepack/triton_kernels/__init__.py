@@ -1,0 +1,1 @@
+"""The permuted grouped-GEMM MoE layer; imports nothing else of routepack, so it lifts out whole."""

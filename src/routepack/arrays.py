@@ -1,0 +1,44 @@
+"""Arrays as the nouns hold them: converted once, checked on construction, digested for plans."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from routepack.errors import TraceError
+
+
+def digest_of(*arrays: np.ndarray) -> str:
+    """SHA-256 over dtype, shape and bytes of each array, in order."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        array = np.ascontiguousarray(array)
+        digest.update(f"{array.dtype.str}{array.shape}".encode())
+        digest.update(array.reshape(-1).view(np.uint8))
+    return digest.hexdigest()
+
+
+def to_numpy(value: Any, name: str) -> np.ndarray:
+    """*value* as a numpy array; a CPU torch tensor shares its memory. Raises TraceError naming *name*."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"{name} is not an array: {error}") from error
+
+
+def checked_array(noun: Any, name: str, dtype: Any = None, *, ndim: int) -> np.ndarray:
+    """Replace field *name* of a frozen noun by a numpy array of *ndim* axes and *dtype*; a lossy cast raises TraceError."""
+    value = to_numpy(getattr(noun, name), name)
+    if value.ndim != ndim:
+        raise TraceError(f"{name} has shape {value.shape}; {ndim} axes are needed.")
+    if dtype is not None and value.dtype != dtype:
+        cast = value.astype(dtype)
+        if value.size and not np.array_equal(cast, value):
+            raise TraceError(f"{name} has dtype {value.dtype} with values that {np.dtype(dtype)} cannot hold.")
+        value = cast
+    object.__setattr__(noun, name, value)
+    return value

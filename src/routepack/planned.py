@@ -1,0 +1,293 @@
+"""What is planned: on which ranks, experts in which slots, sequences in which cells. Letters: :mod:`routepack.types`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from routepack.arrays import checked_array, digest_of
+from routepack.errors import ConfigError, PlanError
+
+Sync = Literal["step", "microbatch", "layer"]
+SYNCS: tuple[Sync, ...] = ("step", "microbatch", "layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Which data-parallel rank meets which in an expert-parallel group.
+
+    The expert mesh is row-major over the same ranks as the data mesh, as in TorchTitan:
+    an EP group is ``expert_parallel_degree`` consecutive ranks.
+
+    >>> Topology(data_parallel_degree=4, expert_parallel_degree=2).group_of_W.tolist()
+    [0, 0, 1, 1]
+    """
+
+    data_parallel_degree: int
+    """W, the ranks that each get microbatches of their own."""
+    expert_parallel_degree: int
+    """R, the ranks that share one copy of every layer's experts."""
+    model_parallel_degree: int = 1
+    """Ranks that work on the same microbatch: context-parallel x tensor-parallel degree."""
+    ranks_per_node: int = 8
+    """Ranks joined by the fast links of one node."""
+
+    def __post_init__(self) -> None:
+        for name in ("data_parallel_degree", "expert_parallel_degree", "model_parallel_degree", "ranks_per_node"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+                raise ConfigError(f"topology.{name}={value!r} must be a whole number of at least 1.")
+        ranks = self.data_parallel_degree * self.model_parallel_degree
+        if ranks % self.expert_parallel_degree:
+            raise ConfigError(
+                f"topology.expert_parallel_degree={self.expert_parallel_degree} does not divide the {ranks} ranks of "
+                f"topology.data_parallel_degree={self.data_parallel_degree} x model_parallel_degree="
+                f"{self.model_parallel_degree}: choose a divisor of {ranks}."
+            )
+        if self.expert_parallel_degree % self.model_parallel_degree and self.expert_parallel_degree > 1:
+            raise ConfigError(
+                f"topology.model_parallel_degree={self.model_parallel_degree} must divide "
+                f"topology.expert_parallel_degree={self.expert_parallel_degree}: a DP rank lies in one EP group."
+            )
+
+    @property
+    def num_groups(self) -> int:
+        """G, the number of EP groups; each holds every expert once."""
+        return self.data_parallel_degree * self.model_parallel_degree // self.expert_parallel_degree
+
+    @cached_property
+    def group_of_W(self) -> np.ndarray:
+        """int32 [W]: the EP group of each DP rank."""
+        return np.arange(self.data_parallel_degree, dtype=np.int32) * self.model_parallel_degree // self.expert_parallel_degree
+
+    def slots_per_rank(self, num_experts: int) -> int:
+        """Experts that each rank of an EP group holds. Raises ConfigError where they do not divide evenly."""
+        if num_experts % self.expert_parallel_degree:
+            raise ConfigError(
+                f"topology.expert_parallel_degree={self.expert_parallel_degree} does not divide the "
+                f"{num_experts} experts: choose a divisor of {num_experts}."
+            )
+        return num_experts // self.expert_parallel_degree
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertPlacement:
+    """Which logical expert sits in which physical slot, layer by layer.
+
+    Slot p is held by EP rank ``p // (P / R)``. Without replicas every row is a permutation.
+
+    >>> ExpertPlacement(physical_to_logical_LP=[[2, 0, 1, 3]]).logical_to_physical_LE.tolist()
+    [[1, 2, 0, 3]]
+    """
+
+    physical_to_logical_LP: np.ndarray
+    """int32 [L, P]."""
+
+    def __post_init__(self) -> None:
+        slots = checked_array(self, "physical_to_logical_LP", np.int32, ndim=2)
+        wrong = np.flatnonzero((np.sort(slots, axis=1) != np.arange(slots.shape[1])).any(axis=1))
+        if len(wrong):
+            layer = int(wrong[0])
+            raise PlanError(
+                f"placement of layer {layer} is not a permutation of its {slots.shape[1]} experts: "
+                f"{slots[layer].tolist()} ({len(wrong)} such layers)."
+            )
+
+    @classmethod
+    def identity(cls, num_layers: int, num_experts: int) -> ExpertPlacement:
+        """Expert e in slot e of every layer: what a trainer starts from."""
+        return cls(physical_to_logical_LP=np.tile(np.arange(num_experts, dtype=np.int32), (num_layers, 1)))
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return self.physical_to_logical_LP.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.physical_to_logical_LP.shape[1]
+
+    @cached_property
+    def logical_to_physical_LE(self) -> np.ndarray:
+        """int32 [L, E]: the slot of each logical expert."""
+        return np.argsort(self.physical_to_logical_LP, axis=1).astype(np.int32)
+
+    def rank_of_LE(self, num_ranks: int) -> np.ndarray:
+        """int32 [L, E]: the EP rank, of ``num_ranks``, that holds each logical expert."""
+        return self.logical_to_physical_LE // np.int32(self.num_experts // num_ranks)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packing:
+    """Which cell (microbatch, DP rank) each sequence goes to, and where inside it.
+
+    Cell c is microbatch ``c // W`` of DP rank ``c % W``. Every cell holds at least one sequence, so
+    every rank runs every collective.
+    """
+
+    cell_of_S: np.ndarray
+    """int32 [S]."""
+    order_S: np.ndarray | None = None
+    """int32 [S]: position of the sequence inside its cell, 0, 1, ... None: by sequence number."""
+    num_microbatches: int
+    data_parallel_degree: int
+
+    def __post_init__(self) -> None:
+        cells = checked_array(self, "cell_of_S", np.int32, ndim=1)
+        if self.order_S is None:
+            object.__setattr__(self, "order_S", _positions_in_cells(cells))
+        order = checked_array(self, "order_S", np.int32, ndim=1)
+        if len(cells) and not (cells.min() >= 0 and cells.max() < self.num_cells):
+            raise PlanError(
+                f"cells run from {cells.min()} to {cells.max()}; {self.num_microbatches} microbatches on "
+                f"{self.data_parallel_degree} ranks have cells 0 .. {self.num_cells - 1}."
+            )
+        counts_C = np.bincount(cells, minlength=self.num_cells)
+        if (counts_C == 0).any():
+            cell = int(np.flatnonzero(counts_C == 0)[0])
+            raise PlanError(
+                f"cell {cell} (microbatch {cell // self.data_parallel_degree}, rank {cell % self.data_parallel_degree}) is "
+                "empty: every rank needs a sequence in every microbatch."
+            )
+        by_cell = np.lexsort((order, cells))
+        expected = np.arange(len(cells)) - np.repeat(np.cumsum(counts_C) - counts_C, counts_C)
+        if len(order) != len(cells) or (order[by_cell] != expected).any():
+            raise PlanError("order_S must number the sequences of every cell 0, 1, 2, ... without gaps.")
+
+    @property
+    def num_cells(self) -> int:
+        """M x W."""
+        return self.num_microbatches * self.data_parallel_degree
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.cell_of_S)
+
+    @cached_property
+    def _sorted(self) -> tuple[np.ndarray, np.ndarray]:
+        by_cell = np.lexsort((self.order_S, self.cell_of_S))
+        return by_cell, np.searchsorted(self.cell_of_S[by_cell], np.arange(self.num_cells + 1))
+
+    def sequences_of(self, microbatch: int, rank: int) -> np.ndarray:
+        """int64: the sequences of one cell, in their order."""
+        by_cell, starts = self._sorted
+        cell = microbatch * self.data_parallel_degree + rank
+        return by_cell[starts[cell] : starts[cell + 1]]
+
+    def cells(self) -> Iterator[np.ndarray]:
+        """The sequences of cell 0, 1, ..., in their order."""
+        for microbatch in range(self.num_microbatches):
+            for rank in range(self.data_parallel_degree):
+                yield self.sequences_of(microbatch, rank)
+
+
+def _positions_in_cells(cell_of_S: np.ndarray) -> np.ndarray:
+    by_cell = np.argsort(cell_of_S, kind="stable")
+    sorted_cells = cell_of_S[by_cell]
+    position_S = np.empty(len(cell_of_S), dtype=np.int32)
+    position_S[by_cell] = np.arange(len(cell_of_S)) - np.searchsorted(sorted_cells, sorted_cells)
+    return position_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """How many microbatches a window needs at least, and how that is known."""
+
+    num_microbatches: int
+    lower_bound: int
+    """Microbatches that no packing can go below: a bin-packing bound divided by the DP ranks, rounded up."""
+    method: str
+    """The bound that gave it, such as ``L2``."""
+
+    @property
+    def certified(self) -> bool:
+        """True where no plan can do with fewer microbatches."""
+        return self.num_microbatches == self.lower_bound
+
+    def __str__(self) -> str:
+        state = "certified" if self.certified else f"best known, at least {self.lower_bound}"
+        return f"M = {self.num_microbatches} ({state}, {self.method})"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """A placement and a packing of one optimizer-step window, with what they cost and how good that can get."""
+
+    topology: Topology
+    placement: ExpertPlacement
+    packing: Packing
+    length_S: np.ndarray
+    """int64 [S]: the lengths that were packed."""
+    max_tokens: int
+    """The token cap of a cell."""
+    sync: Sync
+    """What joins the ranks in the value: ``step``, ``microbatch`` or ``layer``."""
+    value: float
+    """Predicted step, in the cost model's unit."""
+    bound: float
+    """No plan of this window can be predicted below this."""
+    baseline_value: float
+    """The same prediction for identity placement and first-fit packing."""
+    certificate: Certificate
+    baseline_microbatches: int = 0
+    """Microbatches that the baseline needs."""
+    unit: str = "relative"
+    """``seconds``, or ``relative`` to a perfectly even window."""
+    cost: Mapping[str, Any] = field(default_factory=dict)
+    """The rates that priced the plan: ``expert``, ``linear``, ``quadratic``; and the model's name and options."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Terms and imbalance figures, ``planned.*``, ``baseline.*`` and ``bound.*``; see :mod:`routepack.metrics`."""
+    seed: int = 0
+    budget: Mapping[str, Any] = field(default_factory=dict)
+    """How long the search ran: ``num_proposals`` (deterministic) or ``time_limit_seconds`` (not)."""
+    plan_seconds: float = 0.0
+    demand_digest: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    digest: str = ""
+    """SHA-256 of what the plan decides, taken when it was made; a later change of a cell or slot contradicts it."""
+
+    def __post_init__(self) -> None:
+        checked_array(self, "length_S", np.int64, ndim=1)
+        if self.sync not in SYNCS:
+            raise ConfigError(f"sync={self.sync!r} is unknown: choose {', '.join(SYNCS)}.")
+        if len(self.length_S) != self.packing.num_sequences:
+            raise PlanError(f"length_S has {len(self.length_S)} entries for {self.packing.num_sequences} packed sequences.")
+        if not self.digest:
+            object.__setattr__(self, "digest", self.content_digest())
+
+    @property
+    def gap(self) -> float:
+        """How far the value lies above its bound, as a fraction: 0.02 is 2 %."""
+        return self.value / self.bound - 1.0
+
+    @property
+    def num_microbatches(self) -> int:
+        """M."""
+        return self.packing.num_microbatches
+
+    def content_digest(self) -> str:
+        """The digest of the plan as it is now."""
+        header = [self.num_microbatches, self.max_tokens, *degrees_of(self.topology)]
+        return digest_of(
+            self.placement.physical_to_logical_LP,
+            self.packing.cell_of_S,
+            self.packing.order_S,
+            self.length_S,
+            np.asarray(header, dtype=np.int64),
+        )
+
+
+def degrees_of(topology: Topology) -> list[int]:
+    """The four degrees of a topology, in the order in which they are declared."""
+    return [
+        topology.data_parallel_degree,
+        topology.expert_parallel_degree,
+        topology.model_parallel_degree,
+        topology.ranks_per_node,
+    ]

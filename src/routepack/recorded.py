@@ -1,0 +1,248 @@
+"""What a rollout recorded, and the routing demand it amounts to. Letters: :mod:`routepack.types`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+
+import numpy as np
+
+from routepack.arrays import checked_array, digest_of, to_numpy
+from routepack.errors import TraceError
+
+
+def id_dtype(num_experts: int) -> np.dtype:
+    """The dtype of recorded expert ids, chosen from the number of experts, never from the data.
+
+    >>> [str(id_dtype(n)) for n in (256, 257, 32_768, 32_769)]
+    ['uint8', 'int16', 'int16', 'int32']
+    """
+    if num_experts <= 256:
+        return np.dtype(np.uint8)
+    return np.dtype(np.int16 if num_experts <= 32_768 else np.int32)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RolloutBatch:
+    """One step's sequences, flat, with the experts that the rollout chose for every token.
+
+    Row t of a sequence is the route of the token fed in at position t, so a sequence of n tokens has
+    n rows, or n - 1 where the last token was never fed in, or none where nothing was recorded.
+    Ids are global logical ids, before any logical-to-physical map; shared experts are not among them.
+    """
+
+    routed_experts_TLK: np.ndarray
+    """uint8, int16 or int32 [T, L, K]: logical expert ids, see :func:`id_dtype`."""
+    cu_seqlens: np.ndarray
+    """int64 [S + 1]: sequence s owns rows ``cu_seqlens[s]:cu_seqlens[s + 1]``."""
+    num_tokens_S: np.ndarray
+    """int64 [S]: the tokens of each sequence, prompt included."""
+    num_experts: int
+    layer_ids_L: np.ndarray | None = None
+    """int32 [L]: absolute decoder layer of each MoE layer; unique. None: 0 .. L - 1."""
+    valid_T: np.ndarray | None = None
+    """bool [T]: False where the row was not really recorded. None: all were."""
+    group_S: np.ndarray | None = None
+    """int64 [S]: the prompt that a rollout belongs to."""
+    token_fields: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Per-token arrays [N, ...], N = sum of num_tokens_S: ``token_ids``, ``loss_mask``, ``logprobs``, ``advantages`` ..."""
+    sequence_fields: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Per-sequence arrays [S, ...], such as ``rewards``."""
+    source: str = ""
+    """Where the routing came from, for people."""
+    weights_version: str = ""
+    """The version of the policy weights that sampled the rollouts."""
+
+    def __post_init__(self) -> None:
+        ids = checked_array(self, "routed_experts_TLK", ndim=3)
+        if ids.dtype.kind not in "iu":
+            raise TraceError(f"routed_experts has dtype {ids.dtype}; expert ids are whole numbers.")
+        checked_array(self, "cu_seqlens", np.int64, ndim=1)
+        checked_array(self, "num_tokens_S", np.int64, ndim=1)
+        if self.layer_ids_L is None:
+            object.__setattr__(self, "layer_ids_L", np.arange(ids.shape[1], dtype=np.int32))
+        for name, dtype in (("layer_ids_L", np.int32), ("valid_T", np.bool_), ("group_S", np.int64)):
+            if getattr(self, name) is not None:
+                checked_array(self, name, dtype, ndim=1)
+        for name in ("token_fields", "sequence_fields"):
+            fields = {key: to_numpy(value, key) for key, value in getattr(self, name).items()}
+            object.__setattr__(self, name, MappingProxyType(fields))
+        _check_rollout_batch(self)
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.num_tokens_S)
+
+    @property
+    def num_layers(self) -> int:
+        """L, the MoE layers recorded."""
+        return self.routed_experts_TLK.shape[1]
+
+    @property
+    def top_k(self) -> int:
+        """K, experts per token and layer."""
+        return self.routed_experts_TLK.shape[2]
+
+    @cached_property
+    def cu_tokens(self) -> np.ndarray:
+        """int64 [S + 1]: sequence s owns entries ``cu_tokens[s]:cu_tokens[s + 1]`` of every token field."""
+        return np.concatenate([[0], np.cumsum(self.num_tokens_S)])
+
+    def routed_experts_of(self, sequence: int) -> np.ndarray:
+        """[rows, L, K]: the recorded ids of one sequence, a view."""
+        return self.routed_experts_TLK[self.cu_seqlens[sequence] : self.cu_seqlens[sequence + 1]]
+
+
+def _check_rollout_batch(batch: RolloutBatch) -> None:
+    rows, layers, top_k = batch.routed_experts_TLK.shape
+    if not batch.num_experts >= 1:
+        raise TraceError(f"num_experts={batch.num_experts} must be at least 1.")
+    if top_k > batch.num_experts or top_k < 1 or layers < 1:
+        raise TraceError(
+            f"routed_experts has shape {batch.routed_experts_TLK.shape} [rows, layers, top_k]: at least one layer, and "
+            f"1 to num_experts={batch.num_experts} experts a token, are needed."
+        )
+    if len(batch.layer_ids_L) != layers or len(np.unique(batch.layer_ids_L)) != layers:
+        raise TraceError(
+            f"layer_ids={batch.layer_ids_L.tolist()} must name each of the {layers} recorded layers once "
+            "(a draft or MTP layer must not share a number with a decoder layer)."
+        )
+    offsets = batch.cu_seqlens
+    if len(offsets) != batch.num_sequences + 1 or offsets[0] != 0 or offsets[-1] != rows or (np.diff(offsets) < 0).any():
+        raise TraceError(
+            f"cu_seqlens must hold {batch.num_sequences + 1} ascending offsets from 0 to the {rows} recorded rows."
+        )
+    _check_rows(batch)
+    expected = {"valid_T": rows, "group_S": batch.num_sequences}
+    for name, size in expected.items():
+        value = getattr(batch, name)
+        if value is not None and len(value) != size:
+            raise TraceError(f"{name} has {len(value)} entries; {size} are needed.")
+    for fields, size, what in (
+        (batch.token_fields, int(batch.num_tokens_S.sum()), "tokens"),
+        (batch.sequence_fields, batch.num_sequences, "sequences"),
+    ):
+        for name, value in fields.items():
+            if value.ndim < 1 or len(value) != size:
+                raise TraceError(f"field {name!r} has shape {value.shape}; its first axis must be the {size} {what}.")
+
+
+def _check_rows(batch: RolloutBatch) -> None:
+    rows_S, tokens_S = np.diff(batch.cu_seqlens), batch.num_tokens_S
+    if batch.num_sequences and tokens_S.min() < 1:
+        s = int(tokens_S.argmin())
+        raise TraceError(f"sequence {s} has {tokens_S[s]} tokens; every sequence has at least one.")
+    wrong = np.flatnonzero((rows_S != tokens_S) & (rows_S != tokens_S - 1) & (rows_S != 0))
+    if len(wrong):
+        s = int(wrong[0])
+        raise TraceError(
+            f"sequence {s} has {rows_S[s]} recorded rows for {tokens_S[s]} tokens ({len(wrong)} such sequences): rows must "
+            f"be {tokens_S[s] - 1} or {tokens_S[s]}, or 0 where nothing was recorded. Cut routes together with tokens."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoutingDemand:
+    """How many routed rows each sequence brings to each expert of each layer: all that planning needs.
+
+    Without ``estimated_S`` every count was recorded. A sequence's counts add up, in every layer, to
+    top_k times its valid rows (conservation), which construction checks.
+    """
+
+    tokens_SLE: np.ndarray
+    """uint16 or int32 [S, L, E]: routed rows."""
+    length_S: np.ndarray
+    """int64 [S]: tokens, what the token cap and attention count."""
+    top_k: int
+    group_S: np.ndarray | None = None
+    """int64 [S]: rollout group; never constrains packing."""
+    layer_ids_L: np.ndarray | None = None
+    """int32 [L]: absolute decoder layers. None: 0 .. L - 1."""
+    estimated_S: np.ndarray | None = None
+    """bool [S]: True where too little was recorded and the window's mean route per token stands in."""
+    num_masked_rows: int = 0
+    """Recorded rows that the validity mask excluded from the counts."""
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        tokens = checked_array(self, "tokens_SLE", ndim=3)
+        if tokens.dtype not in (np.uint16, np.int32):
+            if tokens.dtype.kind not in "iu":
+                raise TraceError(f"tokens_SLE has dtype {tokens.dtype}; counts are whole numbers (uint16 or int32).")
+            if tokens.size and (tokens.min() < 0 or tokens.max() > np.iinfo(np.int32).max):
+                raise TraceError("tokens_SLE holds counts outside 0 .. 2147483647.")
+            object.__setattr__(self, "tokens_SLE", tokens.astype(np.int32))
+        checked_array(self, "length_S", np.int64, ndim=1)
+        if self.layer_ids_L is None:
+            object.__setattr__(self, "layer_ids_L", np.arange(tokens.shape[1], dtype=np.int32))
+        for name, dtype in (("layer_ids_L", np.int32), ("group_S", np.int64), ("estimated_S", np.bool_)):
+            if getattr(self, name) is not None:
+                checked_array(self, name, dtype, ndim=1)
+        _check_demand(self)
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return self.tokens_SLE.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return self.tokens_SLE.shape[1]
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.tokens_SLE.shape[2]
+
+    @cached_property
+    def tokens_LE(self) -> np.ndarray:
+        """int64 [L, E]: the window's routed rows of each expert."""
+        return self.tokens_SLE.sum(axis=0, dtype=np.int64)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of counts and lengths: what ties a plan to the window it was made for."""
+        return digest_of(self.tokens_SLE, self.length_S, np.asarray([self.top_k]))
+
+
+def _check_demand(demand: RoutingDemand) -> None:
+    sequences, layers, experts = demand.tokens_SLE.shape
+    if min(sequences, layers, experts) < 1:
+        raise TraceError(f"tokens_SLE has shape {demand.tokens_SLE.shape}: at least one sequence, layer and expert are needed.")
+    if not 1 <= demand.top_k <= experts:
+        raise TraceError(f"top_k={demand.top_k} must lie between 1 and the {experts} experts.")
+    for name, size in (("length_S", sequences), ("group_S", sequences), ("estimated_S", sequences), ("layer_ids_L", layers)):
+        value = getattr(demand, name)
+        if value is not None and len(value) != size:
+            raise TraceError(f"{name} has {len(value)} entries; tokens_SLE needs {size}.")
+    if len(np.unique(demand.layer_ids_L)) != layers:
+        raise TraceError(f"layer_ids={demand.layer_ids_L.tolist()} must be unique.")
+    if demand.length_S.min() < 1:
+        s = int(demand.length_S.argmin())
+        raise TraceError(f"sequence {s} has length {demand.length_S[s]}; every sequence has at least one token.")
+    if demand.tokens_SLE.dtype == np.int32 and demand.tokens_SLE.min() < 0:
+        raise TraceError("tokens_SLE holds negative counts.")
+    _check_conservation(demand)
+
+
+def _check_conservation(demand: RoutingDemand) -> None:
+    routed_SL = demand.tokens_SLE.sum(axis=2, dtype=np.int64)
+    uneven = np.flatnonzero((routed_SL != routed_SL[:, :1]).any(axis=1))
+    if len(uneven):
+        s = int(uneven[0])
+        raise TraceError(
+            f"sequence {s} has {routed_SL[s].min()} to {routed_SL[s].max()} routed rows in its layers; every layer routes "
+            f"the same tokens, so counts must agree ({len(uneven)} such sequences)."
+        )
+    routed_S, most_S = routed_SL[:, 0], demand.top_k * demand.length_S
+    wrong = np.flatnonzero((routed_S > most_S) | (routed_S % demand.top_k != 0))
+    if len(wrong):
+        s = int(wrong[0])
+        raise TraceError(
+            f"sequence {s} has {routed_S[s]} routed rows a layer for {demand.length_S[s]} tokens and top_k={demand.top_k}: "
+            f"a multiple of top_k, at most {most_S[s]}, is needed."
+        )
