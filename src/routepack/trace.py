@@ -232,7 +232,7 @@ def _fields(path: str | Path, metadata: dict[str, str], tensors: dict[str, np.nd
     """Extra tensors by what their first axis counts: as the metadata says, else by their size."""
     named = {kind: [n for n in metadata.get(kind, "").split(",") if n] for kind in ("token_fields", "sequence_fields")}
     tokens = int(tensors["num_tokens"].sum())
-    for name in sorted(set(tensors) - set(_TRACE_TENSORS) - set(sum(named.values(), []))):
+    for name in sorted(set(tensors) - set(_TRACE_TENSORS) - {n for names in named.values() for n in names}):
         size = len(tensors[name]) if tensors[name].ndim else -1
         if size not in (tokens, len(tensors["num_tokens"])):
             raise TraceError(f"{path}: tensor {name!r} of shape {tensors[name].shape} counts neither tokens nor sequences.")

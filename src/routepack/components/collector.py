@@ -79,10 +79,9 @@ class RoutingDemandCollector:
         if not self._arrived:
             raise TraceError("no sequence was added: call add() for each rollout first.")
         arrived, coverage, self._arrived, self._coverage = self._arrived, self._coverage, [], []
-        counts = [one.tokens_SLE for one in arrived]
         window = replace(
             arrived[0],
-            tokens_SLE=np.concatenate(counts, dtype=np.result_type(*(c.dtype for c in counts)), casting="same_kind"),
+            tokens_SLE=np.concatenate([one.tokens_SLE for one in arrived]),
             length_S=np.concatenate([one.length_S for one in arrived]),
             group_S=np.concatenate([one.group_S for one in arrived]),
             num_masked_rows=sum(one.num_masked_rows for one in arrived),
@@ -124,8 +123,7 @@ class RoutingDemandCollector:
                 "check that the rollout engine returns routed experts, and that the mask says which rows are valid."
             )
         share_LE = known_LE / known_LE.sum(axis=1, keepdims=True)
-        dtype = np.uint16 if int(demand.length_S.max()) * demand.top_k <= np.iinfo(np.uint16).max else np.int32
-        tokens_SLE = demand.tokens_SLE.astype(dtype, casting="same_kind" if dtype == np.int32 else "unsafe")
+        tokens_SLE = demand.tokens_SLE.astype(np.int32)
         for s in np.flatnonzero(estimated_S):
             tokens_SLE[s] = _apportion(share_LE, int(demand.length_S[s]) * demand.top_k)
         return replace(demand, tokens_SLE=tokens_SLE, estimated_S=estimated_S)
