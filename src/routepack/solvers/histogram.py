@@ -20,16 +20,16 @@ def count_experts(
 ) -> tuple[np.ndarray, int]:
     """How often each sequence's rows name each expert of each layer.
 
-    Returns ``tokens_SLE`` (uint16 while no sequence has more than 65,535 rows, else int32) and the
+    Returns ``tokens_SLE`` (uint16 while no sequence has more than 65,535 ids in a layer, else int32) and the
     flat index of an id outside 0 .. E - 1 in a valid row, or -1 where there is none. Rows that are not
     valid are never looked at, so they may hold anything.
     """
     rows_S = np.diff(cu_seqlens)
-    most = int(rows_S.max(initial=0)) * routed_experts_TLK.shape[2]
-    layers = routed_experts_TLK.shape[1]
+    rows, layers, top_k = routed_experts_TLK.shape
+    most = int(rows_S.max(initial=0)) * top_k
     dtype = np.uint16 if most <= np.iinfo(np.uint16).max else np.int32
     tokens_SLE = np.zeros((len(rows_S), layers, num_experts), dtype=dtype)
-    ids_TJ = np.ascontiguousarray(routed_experts_TLK).reshape(len(routed_experts_TLK), -1)
+    ids_TJ = np.ascontiguousarray(routed_experts_TLK).reshape(rows, layers * top_k)
     valid_T = NO_MASK if valid_T is None else np.ascontiguousarray(valid_T)
     threads = num_threads or len(os.sched_getaffinity(0))
     edges = _balanced_edges(cu_seqlens, 4 * threads if threads > 1 else 1)
