@@ -45,10 +45,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ids", type=lambda text: int(text.replace("_", "")), default=100_000_000)
     ids = parser.parse_args().ids
-    print(f"{ids:,} ids, {len(os.sched_getaffinity(0))} cores, numpy {np.__version__}")
     print(
-        f"{'dtype':>6} {'E':>4} {'ids/s, 1 thread':>16} {'all cores':>10} {'bincount':>10} {'x bincount':>10} {'copy GB/s':>10} {'of copy':>8}"
+        f"{ids:,} ids, {len(os.sched_getaffinity(0))} cores, numpy {np.__version__}; ids/s, and the share of a copy's bandwidth"
     )
+    row = "{:>6} {:>4} {:>9} {:>9} {:>9} {:>10} {:>10} {:>8}".format
+    print(row("dtype", "E", "1 thread", "all cores", "bincount", "x bincount", "copy GB/s", "of copy"))
     for dtype, experts, layers, top_k in SHAPES:
         batch = recorded(dtype, experts, layers, top_k, ids)
         flat = batch.routed_experts_TLK.reshape(-1)
@@ -63,10 +64,9 @@ def main():
         baseline = best_seconds(lambda flat=flat, experts=experts: np.bincount(flat, minlength=experts), 2)
         target = np.empty_like(flat)
         copy = best_seconds(lambda flat=flat, target=target: np.copyto(target, flat))
-        print(
-            f"{np.dtype(dtype).name:>6} {experts:>4} {flat.size / one:>16.2e} {flat.size / every:>10.2e} {flat.size / baseline:>10.2e} "
-            f"{baseline / every:>10.1f} {flat.nbytes / copy / 1e9:>10.1f} {copy / every:>8.0%}"
-        )
+        rates = [f"{flat.size / seconds:.2e}" for seconds in (one, every, baseline)]
+        bandwidth = f"{flat.nbytes / copy / 1e9:.1f}"
+        print(row(np.dtype(dtype).name, experts, *rates, f"{baseline / every:.1f}", bandwidth, f"{copy / every:.0%}"))
 
 
 if __name__ == "__main__":
