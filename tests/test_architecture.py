@@ -13,7 +13,7 @@ ROOT = Path(routepack.__file__).parent
 LEVELS = [
     {"errors", "files", "arrays"},
     {"recorded", "planned", "types"},
-    {"config", "cost", "bounds", "trace", "solvers", "formats"},
+    {"config", "cost", "flops", "bounds", "trace", "solvers", "formats"},
     {"components"},
     {"planner", "materialize", "verification", "metrics", "report", "assembly", "distributed", "testing"},
     {"cli", "integrations", "__init__", "__main__"},

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from routepack.components.collector import RoutingDemandCollector
     from routepack.components.packer import AttentionAwarePacker, FirstFitPacker, Packer, PackingProblem
     from routepack.components.rerouter import ExpertRerouter, IdentityRerouter, Rerouter
-    from routepack.cost import CostModel, CostRates, FlopsCost, WindowNormalizedCost
+    from routepack.cost import CostModel, CostRates, WindowNormalizedCost
     from routepack.errors import ConfigError, InfeasibleError, PlanError, RoutePackError, TraceError
+    from routepack.flops import FlopsCost
     from routepack.metrics import plan_metrics
     from routepack.planner import Planner
     from routepack.trace import load_demand, load_plan, load_trace, load_window, save_demand, save_plan, save_trace
@@ -26,8 +27,9 @@ _NAMES = {
     "components.collector": ("RoutingDemandCollector",),
     "components.packer": ("AttentionAwarePacker", "FirstFitPacker", "Packer", "PackingProblem"),
     "components.rerouter": ("ExpertRerouter", "IdentityRerouter", "Rerouter"),
-    "cost": ("CostModel", "CostRates", "FlopsCost", "WindowNormalizedCost"),
+    "cost": ("CostModel", "CostRates", "WindowNormalizedCost"),
     "errors": ("ConfigError", "InfeasibleError", "PlanError", "RoutePackError", "TraceError"),
+    "flops": ("FlopsCost",),
     "metrics": ("plan_metrics",),
     "planner": ("Planner",),
     "trace": ("load_demand", "load_plan", "load_trace", "load_window", "save_demand", "save_plan", "save_trace"),
