@@ -54,7 +54,8 @@ class ShardLayout:
         """This rank's shard of a full tensor."""
         shard = full[torch.from_numpy(self.rows_of_rank[distributed.this_rank()]).to(full.device)]
         for dim, chunks, chunk in self.column_slices:
-            shard = shard.chunk(chunks, dim)[chunk]
+            kept = _chunk_of(np.arange(shard.shape[dim]), [(chunks, chunk)])
+            shard = shard.index_select(dim, torch.from_numpy(kept).to(full.device))
         return shard
 
     def moves(self, source_P: np.ndarray) -> distributed.RowMoves:
