@@ -153,7 +153,7 @@ class RoutingDemand:
     """
 
     tokens_SLE: np.ndarray
-    """uint16 or int32 [S, L, E]: routed rows."""
+    """uint16, or int32 where a count needs it, [S, L, E]: routed rows."""
     length_S: np.ndarray
     """int64 [S]: tokens, what the token cap and attention count."""
     top_k: int
@@ -169,12 +169,7 @@ class RoutingDemand:
 
     def __post_init__(self) -> None:
         tokens = checked_array(self, "tokens_SLE", ndim=3)
-        if tokens.dtype not in (np.uint16, np.int32):
-            if tokens.dtype.kind not in "iu":
-                raise TraceError(f"tokens_SLE has dtype {tokens.dtype}; counts are whole numbers (uint16 or int32).")
-            if tokens.size and (tokens.min() < 0 or tokens.max() > np.iinfo(np.int32).max):
-                raise TraceError("tokens_SLE holds counts outside 0 .. 2147483647.")
-            object.__setattr__(self, "tokens_SLE", tokens.astype(np.int32))
+        object.__setattr__(self, "tokens_SLE", _narrow_counts(tokens))
         checked_array(self, "length_S", np.int64, ndim=1)
         if self.layer_ids_L is None:
             object.__setattr__(self, "layer_ids_L", np.arange(tokens.shape[1], dtype=np.int32))
@@ -209,6 +204,18 @@ class RoutingDemand:
         return digest_of(self.tokens_SLE, self.length_S, np.asarray([self.top_k]))
 
 
+def _narrow_counts(tokens_SLE: np.ndarray) -> np.ndarray:
+    """The counts as uint16 where they fit, else as int32: one dtype for one window, whoever counted it."""
+    if tokens_SLE.dtype == np.uint16:
+        return tokens_SLE
+    if tokens_SLE.dtype.kind not in "iu":
+        raise TraceError(f"tokens_SLE has dtype {tokens_SLE.dtype}; counts are whole numbers (uint16 or int32).")
+    least, most = (int(tokens_SLE.min()), int(tokens_SLE.max())) if tokens_SLE.size else (0, 0)
+    if least < 0 or most > np.iinfo(np.int32).max:
+        raise TraceError(f"tokens_SLE holds counts from {least} to {most}; they must lie in 0 .. 2147483647.")
+    return tokens_SLE.astype(np.uint16 if most <= np.iinfo(np.uint16).max else np.int32, copy=False)
+
+
 def _check_demand(demand: RoutingDemand) -> None:
     sequences, layers, experts = demand.tokens_SLE.shape
     if min(sequences, layers, experts) < 1:
@@ -224,8 +231,6 @@ def _check_demand(demand: RoutingDemand) -> None:
     if demand.length_S.min() < 1:
         s = int(demand.length_S.argmin())
         raise TraceError(f"sequence {s} has length {demand.length_S[s]}; every sequence has at least one token.")
-    if demand.tokens_SLE.dtype == np.int32 and demand.tokens_SLE.min() < 0:
-        raise TraceError("tokens_SLE holds negative counts.")
     _check_conservation(demand)
 
 

@@ -1,0 +1,307 @@
+"""Traces, demands and plans on disk: safetensors files, mapped into memory, never pickled.
+
+``routepack.trace/1`` holds recorded routing, ``routepack.demand/1`` its counts per sequence, layer and
+expert, ``routepack.plan/1`` a plan. A trace may also be a folder of such files (shards), read in name order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from routepack.errors import RoutePackError, TraceError
+from routepack.files import atomic_path
+from routepack.types import Certificate, ExpertPlacement, Packing, Plan, RolloutBatch, RoutingDemand, Topology
+
+TRACE, DEMAND, PLAN = "routepack.trace/1", "routepack.demand/1", "routepack.plan/1"
+_TRACE_TENSORS = ("routed_experts", "cu_seqlens", "num_tokens", "layer_ids", "valid", "group_ids")
+_DTYPES = {
+    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "F16": np.float16, "U32": np.uint32,
+    "I32": np.int32, "F32": np.float32, "U64": np.uint64, "I64": np.int64, "F64": np.float64,
+}  # fmt: skip
+
+
+def load_window(path: str | Path) -> RolloutBatch | RoutingDemand:
+    """Read a trace or a demand file, whichever *path* is."""
+    if Path(path).is_dir():
+        return load_trace(path)
+    metadata, tensors = _read(path)
+    if metadata.get("format") == DEMAND:
+        return _demand(path, metadata, tensors)
+    return _trace(path, metadata, tensors)
+
+
+def load_trace(path: str | Path) -> RolloutBatch:
+    """Read a ``routepack.trace/1`` file, or a folder of them; one file is mapped, not copied.
+
+    Raises TraceError for a file that is missing, truncated, of another format or contradicts itself.
+    """
+    if not Path(path).is_dir():
+        return _trace(path, *_read(path))
+    shards = sorted(Path(path).glob("*.safetensors"))
+    if not shards:
+        raise TraceError(f"{path} holds no .safetensors files: name a trace file or a folder of shards.")
+    return concatenate([load_trace(shard) for shard in shards])
+
+
+def save_trace(batch: RolloutBatch, path: str | Path, **metadata: str) -> None:
+    """Write a ``routepack.trace/1`` file; *metadata* adds entries, such as ``num_layers`` of the model."""
+    tensors = {
+        "routed_experts": batch.routed_experts_TLK,
+        "cu_seqlens": batch.cu_seqlens,
+        "num_tokens": batch.num_tokens_S,
+        "layer_ids": batch.layer_ids_L,
+        "valid": batch.valid_T,
+        "group_ids": batch.group_S,
+        **batch.token_fields,
+        **batch.sequence_fields,
+    }
+    header = {
+        "format": TRACE,
+        "id_space": "logical",
+        "num_experts": str(batch.num_experts),
+        "top_k": str(batch.top_k),
+        "num_layers": str(int(batch.layer_ids_L.max()) + 1),
+        "source": batch.source,
+        "weights_version": batch.weights_version,
+        "token_fields": ",".join(batch.token_fields),
+        "sequence_fields": ",".join(batch.sequence_fields),
+    }
+    _write(path, tensors, header | metadata)
+
+
+def concatenate(batches: list[RolloutBatch]) -> RolloutBatch:
+    """One batch of all sequences, in order; the batches must agree on layers, top-k and fields."""
+    first = batches[0]
+    for batch in batches[1:]:
+        for name in ("num_experts", "num_layers", "top_k"):
+            if getattr(batch, name) != getattr(first, name):
+                raise TraceError(f"shards disagree on {name}: {getattr(first, name)} and {getattr(batch, name)}.")
+        if set(batch.token_fields) != set(first.token_fields) or set(batch.sequence_fields) != set(first.sequence_fields):
+            raise TraceError("shards disagree on their token or sequence fields.")
+        if (batch.layer_ids_L != first.layer_ids_L).any():
+            raise TraceError("shards disagree on layer_ids.")
+    rows = np.cumsum([0] + [len(batch.routed_experts_TLK) for batch in batches])
+    valid = [np.ones(len(b.routed_experts_TLK), bool) if b.valid_T is None else b.valid_T for b in batches]
+    groups = [batch.group_S for batch in batches if batch.group_S is not None]
+    return RolloutBatch(
+        # Mixed widths are promoted, never cut: a shard's dtype may follow from another tool's choice.
+        routed_experts_TLK=np.concatenate([batch.routed_experts_TLK for batch in batches]),
+        cu_seqlens=np.concatenate([[0], *(b.cu_seqlens[1:] + row for b, row in zip(batches, rows, strict=False))]),
+        num_tokens_S=np.concatenate([batch.num_tokens_S for batch in batches]),
+        num_experts=first.num_experts,
+        layer_ids_L=first.layer_ids_L,
+        valid_T=None if all(batch.valid_T is None for batch in batches) else np.concatenate(valid),
+        group_S=np.concatenate(groups) if len(groups) == len(batches) else None,
+        token_fields={k: np.concatenate([b.token_fields[k] for b in batches]) for k in first.token_fields},
+        sequence_fields={k: np.concatenate([b.sequence_fields[k] for b in batches]) for k in first.sequence_fields},
+        source=first.source,
+        weights_version=first.weights_version,
+    )
+
+
+def load_demand(path: str | Path) -> RoutingDemand:
+    """Read a ``routepack.demand/1`` file. Raises TraceError as :func:`load_trace` does."""
+    return _demand(path, *_read(path))
+
+
+def save_demand(demand: RoutingDemand, path: str | Path) -> None:
+    """Write a ``routepack.demand/1`` file."""
+    tensors = {
+        "tokens_SLE": demand.tokens_SLE,
+        "length_S": demand.length_S,
+        "group_S": demand.group_S,
+        "layer_ids": demand.layer_ids_L,
+        "estimated_S": demand.estimated_S,
+    }
+    header = {
+        "format": DEMAND,
+        "name": demand.name,
+        "top_k": str(demand.top_k),
+        "num_experts": str(demand.num_experts),
+        "num_masked_rows": str(demand.num_masked_rows),
+    }
+    _write(path, tensors, header)
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a ``routepack.plan/1`` file; whether it still is what was planned, :func:`routepack.verify` tells."""
+    metadata, tensors = _read(path)
+    _expect(path, metadata, PLAN)
+    try:
+        header = json.loads(metadata["plan"])
+        topology = Topology(**header.pop("topology"))
+        return Plan(
+            topology=topology,
+            placement=ExpertPlacement(physical_to_logical_LP=tensors["physical_to_logical"]),
+            packing=Packing(
+                cell_of_S=tensors["cell_of_sequence"],
+                order_S=tensors["order"],
+                num_microbatches=header.pop("num_microbatches"),
+                data_parallel_degree=topology.data_parallel_degree,
+            ),
+            length_S=tensors["length"],
+            certificate=Certificate(**header.pop("certificate")),
+            **header,
+        )
+    except RoutePackError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise TraceError(f"{path} is not a whole {PLAN} file: {type(error).__name__}: {error}.") from error
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write a ``routepack.plan/1`` file."""
+    tensors = {
+        "physical_to_logical": plan.placement.physical_to_logical_LP,
+        "cell_of_sequence": plan.packing.cell_of_S,
+        "order": plan.packing.order_S,
+        "length": plan.length_S,
+    }
+    certificate = plan.certificate
+    header = {
+        "topology": dict(vars_of(plan.topology)),
+        "num_microbatches": plan.num_microbatches,
+        "certificate": {k: getattr(certificate, k) for k in ("num_microbatches", "lower_bound", "method")},
+        **{name: _plain(getattr(plan, name)) for name in _PLAN_SCALARS},
+    }
+    _write(path, tensors, {"format": PLAN, "plan": json.dumps(header)})
+
+
+_PLAN_SCALARS = (
+    "max_tokens", "sync", "value", "bound", "baseline_value", "baseline_microbatches", "unit", "cost", "parts", "seed",
+    "budget", "plan_seconds", "demand_digest", "versions", "digest",
+)  # fmt: skip
+
+
+def vars_of(topology: Topology) -> dict[str, int]:
+    """The degrees of a topology by name."""
+    names = ("data_parallel_degree", "expert_parallel_degree", "model_parallel_degree", "ranks_per_node")
+    return {name: int(getattr(topology, name)) for name in names}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    return value
+
+
+def _trace(path: str | Path, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> RolloutBatch:
+    _expect(path, metadata, TRACE)
+    for name in ("routed_experts", "cu_seqlens", "num_tokens"):
+        if name not in tensors:
+            raise TraceError(f"{path} has no tensor {name!r}, which every {TRACE} file has.")
+    if metadata.get("id_space", "logical") != "logical":
+        raise TraceError(f"{path} has id_space={metadata['id_space']!r}: ids must be logical, before any physical map.")
+    token_fields, sequence_fields = _fields(path, metadata, tensors)
+    ids = tensors["routed_experts"]
+    if ids.ndim == 3 and "top_k" in metadata and _number(path, metadata, "top_k") != ids.shape[2]:
+        raise TraceError(f"{path} says top_k={metadata['top_k']} but routed_experts has shape {ids.shape}.")
+    batch = RolloutBatch(
+        routed_experts_TLK=ids,
+        cu_seqlens=tensors["cu_seqlens"],
+        num_tokens_S=tensors["num_tokens"],
+        num_experts=_number(path, metadata, "num_experts"),
+        layer_ids_L=tensors.get("layer_ids"),
+        valid_T=tensors.get("valid"),
+        group_S=tensors.get("group_ids"),
+        token_fields=token_fields,
+        sequence_fields=sequence_fields,
+        source=metadata.get("source", ""),
+        weights_version=metadata.get("weights_version", ""),
+    )
+    if "num_layers" in metadata and batch.num_layers > _number(path, metadata, "num_layers"):
+        raise TraceError(
+            f"{path} records {batch.num_layers} layers of a model with num_layers={metadata['num_layers']}: "
+            "leave draft (MTP) layers out."
+        )
+    return batch
+
+
+def _fields(path: str | Path, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> tuple[dict, dict]:
+    """Extra tensors by what their first axis counts: as the metadata says, else by their size."""
+    named = {kind: [n for n in metadata.get(kind, "").split(",") if n] for kind in ("token_fields", "sequence_fields")}
+    tokens = int(tensors["num_tokens"].sum())
+    for name in sorted(set(tensors) - set(_TRACE_TENSORS) - {n for names in named.values() for n in names}):
+        size = len(tensors[name]) if tensors[name].ndim else -1
+        if size not in (tokens, len(tensors["num_tokens"])):
+            raise TraceError(f"{path}: tensor {name!r} of shape {tensors[name].shape} counts neither tokens nor sequences.")
+        named["token_fields" if size == tokens else "sequence_fields"].append(name)
+    missing = [name for names in named.values() for name in names if name not in tensors]
+    if missing:
+        raise TraceError(f"{path} announces fields that it does not hold: {', '.join(missing)}.")
+    token_fields, sequence_fields = ({name: tensors[name] for name in names} for names in named.values())
+    return token_fields, sequence_fields
+
+
+def _demand(path: str | Path, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> RoutingDemand:
+    _expect(path, metadata, DEMAND)
+    for name in ("tokens_SLE", "length_S"):
+        if name not in tensors:
+            raise TraceError(f"{path} has no tensor {name!r}, which every {DEMAND} file has.")
+    return RoutingDemand(
+        tokens_SLE=tensors["tokens_SLE"],
+        length_S=tensors["length_S"],
+        top_k=_number(path, metadata, "top_k"),
+        group_S=tensors.get("group_S"),
+        layer_ids_L=tensors.get("layer_ids"),
+        estimated_S=tensors.get("estimated_S"),
+        num_masked_rows=_number(path, metadata, "num_masked_rows") if "num_masked_rows" in metadata else 0,
+        name=metadata.get("name", ""),
+    )
+
+
+def _expect(path: str | Path, metadata: dict[str, str], kind: str) -> None:
+    if metadata.get("format") != kind:
+        raise TraceError(f"{path} has format {metadata.get('format', '(none)')!r}; {kind!r} is needed.")
+
+
+def _number(path: str | Path, metadata: dict[str, str], name: str) -> int:
+    try:
+        return int(metadata[name])
+    except KeyError as error:
+        raise TraceError(f"{path} lacks the metadata entry {name!r}.") from error
+    except ValueError as error:
+        raise TraceError(f"{path} has {name}={metadata[name]!r}, which is not a whole number.") from error
+
+
+def _read(path: str | Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """Metadata and memory-mapped tensors. safetensors checks the header and the file's size; we map the bytes."""
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+        with Path(path).open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except SafetensorError as error:
+        raise TraceError(f"{path} is not a whole safetensors file ({error}): it may be truncated; write it again.") from error
+    header.pop("__metadata__", None)
+    return metadata, {name: _map(path, name, entry, 8 + size) for name, entry in header.items()}
+
+
+def _map(path: str | Path, name: str, entry: dict[str, Any], start: int) -> np.ndarray:
+    if entry["dtype"] not in _DTYPES:
+        raise TraceError(f"{path}: tensor {name!r} has dtype {entry['dtype']}, which RoutePack does not read.")
+    shape, dtype = tuple(entry["shape"]), np.dtype(_DTYPES[entry["dtype"]])
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    array = np.memmap(path, dtype, "r", start + entry["data_offsets"][0], shape)
+    return np.asarray(array) if array.flags.aligned else np.array(array)
+
+
+def _write(path: str | Path, tensors: Mapping[str, np.ndarray | None], metadata: Mapping[str, str]) -> None:
+    arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items() if array is not None}
+    with atomic_path(path) as temporary:
+        save_file(arrays, temporary, metadata=dict(metadata))
