@@ -223,8 +223,13 @@ def gives_log_probabilities(ep: int, **changes: Any) -> dict[str, Any]:
     batch = windows.window(5)
     topology = topology_of(trainer)
     trainer.update(batch, windows.shuffled_plan(batch, topology, 5), CrossEntropyTokenLoss())
-    by_trainer = trainer.log_probabilities(batch, windows.shuffled_plan(batch, topology, 6))
-    return {"trainer": by_trainer, "local": local_log_probabilities(trainer, batch)}
+    plan = windows.shuffled_plan(batch, topology, 6)
+    updated = {"trainer": trainer.log_probabilities(batch, plan), "local": local_log_probabilities(trainer, batch)}
+    other = build_local_model(TinyQwen3MoE(), seed=12)
+    trainer.load_full_state({name: parameter.detach() for name, parameter in other.named_parameters()})
+    loaded = {"trainer": trainer.log_probabilities(batch, plan), "local": local_log_probabilities(trainer, batch)}
+    same = all(torch.equal(value, dict(other.named_parameters())[name]) for name, value in trainer.logical_state_dict().items())
+    return {"updated": updated, "loaded": loaded, "loaded_exactly": same}
 
 
 def local_log_probabilities(trainer: RoutePackTrainer, batch: RolloutBatch) -> np.ndarray:

@@ -23,7 +23,7 @@ Check = tuple[str, str, dict[str, Any]]
 """A key for the result, the check's name in checks.py, and its arguments."""
 
 
-def launch(checks: list[Check], num_ranks: int, folder: Path, *, timeout: float = 200.0) -> list[dict[str, Any]]:
+def launch(checks: list[Check], num_ranks: int, folder: Path, *, timeout: float = 280.0) -> list[dict[str, Any]]:
     """Run *checks*, one after another, on *num_ranks* gloo ranks; gives each rank's results by key.
 
     Raises RuntimeError with the ranks' output where one failed, and kills all where one hangs.

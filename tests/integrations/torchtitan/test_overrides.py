@@ -37,6 +37,18 @@ def test_rows_are_replayed_only_when_whole_known_and_distinct(rows):
         assert got == (row if usable else [0, 1, 2])
 
 
+def test_replayed_gates_are_the_live_scores_of_the_replayed_experts(local):
+    router = overrides.replay_routers(local)[0]
+    x = torch.randn(1, 2, TINY.dim)
+    scores = F.softmax(x[0] @ router.gate.weight.T, dim=-1)
+    router.replayed_expert_ids_BLK = torch.tensor([[[5, 1], [0, 7]]])
+    gates, ids, _ = router(x)
+    router.replayed_expert_ids_BLK = None
+    expected = torch.stack([scores[0, [5, 1]] / scores[0, [5, 1]].sum(), scores[1, [0, 7]] / scores[1, [0, 7]].sum()])
+    assert ids[0].tolist() == [[5, 1], [0, 7]]
+    torch.testing.assert_close(gates[0], expected)
+
+
 def test_documents_do_not_see_each_other(local):
     tokens, positions = documents([7, 12])
     together = forward(local, tokens, positions)

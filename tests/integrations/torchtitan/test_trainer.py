@@ -9,15 +9,20 @@ from routepack.integrations.torchtitan.settings import TrainerSettings, config_f
 
 
 @pytest.mark.parametrize("ranks", ["alone", "pair", pytest.param("slow_quad", marks=pytest.mark.slow)])
-def test_log_probabilities_are_those_of_a_plain_forward(request, ranks):
-    result = request.getfixturevalue(ranks)[0]["log_probabilities"]
+@pytest.mark.parametrize("weights", ["updated", "loaded"])
+def test_log_probabilities_are_those_of_a_plain_forward(request, ranks, weights):
+    result = request.getfixturevalue(ranks)[0]["log_probabilities"][weights]
     assert np.abs(result["local"]).sum() > 0
     np.testing.assert_allclose(result["trainer"], result["local"], atol=2e-6)
 
 
 def test_log_probabilities_are_the_same_on_every_rank(pair):
-    by_rank = [result["log_probabilities"]["trainer"] for result in pair]
+    by_rank = [result["log_probabilities"]["updated"]["trainer"] for result in pair]
     assert np.array_equal(*by_rank)
+
+
+def test_a_full_state_comes_back_as_it_was_loaded_wherever_the_experts_are(pair):
+    assert all(result["log_probabilities"]["loaded_exactly"] for result in pair)
 
 
 def test_a_checkpoint_brings_back_weights_moments_and_placement(pair):
