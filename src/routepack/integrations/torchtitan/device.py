@@ -93,8 +93,16 @@ def install() -> None:
             "modules): import routepack.integrations.torchtitan before anything of torchtitan."
         )
     utils.device_type, utils.device_module = "cpu", CpuDevice()
-    # TorchTitan's router asks for float32 autocast, which on the CPU is a no-op that warns.
+    utils.get_peak_flops = _unknown_peak_flops
+    # TorchTitan's router asks for float32 autocast, which on the CPU is a no-op that warns. And it initialises sharded
+    # parameters by DTensor's random operators, which on the CPU give every rank the same shard: the trainer does not use them.
     warnings.filterwarnings("ignore", "In CPU autocast, but the target dtype is not supported", UserWarning)
+    warnings.filterwarnings("ignore", "DTensor random operators may not have complete support", UserWarning)
+
+
+def _unknown_peak_flops(device_name: str) -> float:
+    # TorchTitan's own would run lspci, warn where there is none, and assume an A100.
+    return float("nan")
 
 
 def _harmless(name: str) -> bool:

@@ -46,8 +46,9 @@ class CrossEntropyTokenLoss(TokenLoss):
 class GRPOTokenLoss(TokenLoss):
     """The clipped policy-gradient loss of GRPO, averaged over tokens.
 
-    DeepSeekMath, arXiv 2402.03300, eq. 3, without its KL term. With unequal clips it is DAPO's clip-higher (arXiv 2503.14476, eq. 8). Needs the token fields ``logprobs_old``, the
-    log-probabilities before the update, and ``advantages``.
+    DeepSeekMath, arXiv 2402.03300, eq. 3, without its KL term. With unequal clips it is DAPO's clip-higher
+    (arXiv 2503.14476, eq. 8). Needs the token fields ``logprobs_old``, the log-probabilities before the update,
+    and ``advantages``.
 
     >>> loss = GRPOTokenLoss(clip_low=0.2, clip_high=0.2)
     >>> fields = {"logprobs_old": torch.zeros(2), "advantages": torch.tensor([1.0, -1.0])}
@@ -74,7 +75,7 @@ class GRPOTokenLoss(TokenLoss):
         return -torch.minimum(ratio * advantages, clipped * advantages)
 
     def metrics(self, logprobs: Tensor, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``clip_fraction``: tokens whose gradient the clip removed; ``policy_kl``: ratio - 1 - log ratio, which estimates KL."""
+        """``clip_fraction``: tokens whose gradient the clip removed; ``policy_kl``: ratio - 1 - log ratio, an estimate."""
         log_ratio = logprobs - fields["logprobs_old"]
         ratio, advantages = log_ratio.exp(), fields["advantages"]
         above = (ratio > 1.0 + self.clip_high) & (advantages > 0)

@@ -224,7 +224,7 @@ def placed_layers(model: nn.Module) -> list[PlacedRoutedExperts]:
 
 
 def set_replay(model: nn.Module, routed_experts_BTLK: Tensor | None) -> None:
-    """From the next forward on replay these ids, int [B, tokens, layers, K], -1 where none was recorded; None: route natively."""
+    """From now on replay these ids, int [B, tokens, layers, K], -1 where none was recorded; None: route natively."""
     for layer, router in enumerate(replay_routers(model)):
         router.replayed_expert_ids_BLK = None if routed_experts_BTLK is None else routed_experts_BTLK[:, :, layer]
 
