@@ -1,1 +1,93 @@
-"""RoutePack: expert placement and attention-aware packing for MoE reinforcement learning."""
+"""RoutePack: expert placement and attention-aware packing for MoE reinforcement learning.
+
+Everything public is here; each name loads its module when first used, so that importing RoutePack
+costs neither torch nor a trainer.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from routepack import solvers, testing
+    from routepack.components.collector import RoutingDemandCollector
+    from routepack.components.packer import AttentionAwarePacker, FirstFitPacker, Packer, PackingProblem
+    from routepack.components.rerouter import ExpertRerouter, IdentityRerouter, Rerouter
+    from routepack.cost import CostModel, CostRates, WindowNormalizedCost
+    from routepack.errors import ConfigError, InfeasibleError, PlanError, RoutePackError, TraceError
+    from routepack.flops import FlopsCost
+    from routepack.metrics import plan_metrics
+    from routepack.planner import Planner
+    from routepack.trace import load_demand, load_plan, load_trace, load_window, save_demand, save_plan, save_trace
+    from routepack.types import Certificate, ExpertPlacement, Packing, Plan, RolloutBatch, RoutingDemand, Topology
+    from routepack.verification import verify
+
+__version__ = "0.1.0.dev0"
+
+_NAMES = {
+    "components.collector": ("RoutingDemandCollector",),
+    "components.packer": ("AttentionAwarePacker", "FirstFitPacker", "Packer", "PackingProblem"),
+    "components.rerouter": ("ExpertRerouter", "IdentityRerouter", "Rerouter"),
+    "cost": ("CostModel", "CostRates", "WindowNormalizedCost"),
+    "errors": ("ConfigError", "InfeasibleError", "PlanError", "RoutePackError", "TraceError"),
+    "flops": ("FlopsCost",),
+    "metrics": ("plan_metrics",),
+    "planner": ("Planner",),
+    "trace": ("load_demand", "load_plan", "load_trace", "load_window", "save_demand", "save_plan", "save_trace"),
+    "types": ("Certificate", "ExpertPlacement", "Packing", "Plan", "RolloutBatch", "RoutingDemand", "Topology"),
+    "verification": ("verify",),
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+_MODULES = ("solvers", "testing")
+
+__all__ = [
+    "AttentionAwarePacker",
+    "Certificate",
+    "ConfigError",
+    "CostModel",
+    "CostRates",
+    "ExpertPlacement",
+    "ExpertRerouter",
+    "FirstFitPacker",
+    "FlopsCost",
+    "IdentityRerouter",
+    "InfeasibleError",
+    "Packer",
+    "Packing",
+    "PackingProblem",
+    "Plan",
+    "PlanError",
+    "Planner",
+    "Rerouter",
+    "RolloutBatch",
+    "RoutePackError",
+    "RoutingDemand",
+    "RoutingDemandCollector",
+    "Topology",
+    "TraceError",
+    "WindowNormalizedCost",
+    "load_demand",
+    "load_plan",
+    "load_trace",
+    "load_window",
+    "plan_metrics",
+    "save_demand",
+    "save_plan",
+    "save_trace",
+    "solvers",
+    "testing",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"routepack.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'routepack' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"routepack.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -44,15 +44,16 @@ def load(paths: Iterable[str | Path], overrides: Iterable[str] = ()) -> DictConf
     return config
 
 
-def build(config: DictConfig, section: str, *, base: type[T]) -> T:
+def build(config: DictConfig, section: str, *, base: type[T], default: type[T] | None = None) -> T:
     """Build the component that *section* names: an instance of its ``_target_``, which must be a *base*.
 
-    A section without ``_target_`` builds *base* itself; a missing section builds it with its defaults.
+    A section without ``_target_`` builds *default* (*base* itself where none is given); a missing section
+    builds it with its own defaults.
     Raises ConfigError naming the option, its value and what is allowed.
     """
     options = section_options(config, section)
     path = options.pop(TARGET, None)
-    target = base if path is None else locate(path, where=section)
+    target = (default or base) if path is None else locate(path, where=section)
     if not (inspect.isclass(target) and issubclass(target, base)):
         raise ConfigError(f"{section}.{TARGET}={path} is not a {base.__name__}: name a subclass of {_name(base)}.")
     if inspect.isabstract(target):
@@ -74,7 +75,8 @@ def instantiate(target: type[T], options: dict[str, Any], *, where: str) -> T:
             raise cause from error
         key = str(error.full_key or "")
         value = f"={options[key]!r}" if key in options else ""
-        raise ConfigError(f"{where}{'.' if key else ''}{key}{value}: {_first_line(error)}") from error
+        name = ".".join(part for part in (where, key) if part)
+        raise ConfigError(f"{name}{value}: {_first_line(error)}") from error
 
 
 def section_options(config: DictConfig, section: str) -> dict[str, Any]:

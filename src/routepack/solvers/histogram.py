@@ -20,27 +20,26 @@ def count_experts(
 ) -> tuple[np.ndarray, int]:
     """How often each sequence's rows name each expert of each layer.
 
-    Returns ``tokens_SLE`` (uint16 while no sequence has more than 65,535 rows, else int32) and the
+    Returns ``tokens_SLE`` (uint16 while no sequence has more than 65,535 ids in a layer, else int32) and the
     flat index of an id outside 0 .. E - 1 in a valid row, or -1 where there is none. Rows that are not
     valid are never looked at, so they may hold anything.
     """
     rows_S = np.diff(cu_seqlens)
-    most = int(rows_S.max(initial=0)) * routed_experts_TLK.shape[2]
-    layers = routed_experts_TLK.shape[1]
+    rows, layers, top_k = routed_experts_TLK.shape
+    most = int(rows_S.max(initial=0)) * top_k
     dtype = np.uint16 if most <= np.iinfo(np.uint16).max else np.int32
     tokens_SLE = np.zeros((len(rows_S), layers, num_experts), dtype=dtype)
-    ids_TJ = np.ascontiguousarray(routed_experts_TLK).reshape(len(routed_experts_TLK), -1)
+    ids_TJ = np.ascontiguousarray(routed_experts_TLK).reshape(rows, layers * top_k)
     valid_T = NO_MASK if valid_T is None else np.ascontiguousarray(valid_T)
     threads = num_threads or len(os.sched_getaffinity(0))
     edges = _balanced_edges(cu_seqlens, 4 * threads if threads > 1 else 1)
 
+    kernel = _count_bytes if ids_TJ.dtype == np.uint8 else _count_checked
+
     def count(block: int) -> int:
         sequences = slice(edges[block], edges[block + 1])
         offsets = cu_seqlens[edges[block] : edges[block + 1] + 1]
-        if ids_TJ.dtype == np.uint8 and num_experts == 256:
-            _count_unchecked(ids_TJ, offsets, valid_T, tokens_SLE[sequences])
-            return -1
-        return _count_checked(ids_TJ, offsets, valid_T, tokens_SLE[sequences])
+        return kernel(ids_TJ, offsets, valid_T, tokens_SLE[sequences])
 
     blocks = range(len(edges) - 1)
     if threads == 1 or len(blocks) <= 1:
@@ -83,19 +82,24 @@ def _count_checked(ids_TJ, cu_seqlens, valid_T, tokens_SLE):  # pragma: no cover
 
 
 @njit(nogil=True, cache=True)
-def _count_unchecked(ids_TJ, cu_seqlens, valid_T, tokens_SLE):  # pragma: no cover - compiled
-    """As above where no id can be out of range."""
-    layers = tokens_SLE.shape[1]
+def _count_bytes(ids_TJ, cu_seqlens, valid_T, tokens_SLE):  # pragma: no cover - compiled
+    """As above for uint8 ids: with room for all 256 values, checking can wait until a sequence is counted."""
+    layers, experts = tokens_SLE.shape[1:]
     top_k = ids_TJ.shape[1] // layers
+    counts_LV = np.empty((layers, 256), dtype=tokens_SLE.dtype)
     for s in range(tokens_SLE.shape[0]):
-        counts_LE = tokens_SLE[s]
+        counts_LV[:] = 0
         for t in range(cu_seqlens[s], cu_seqlens[s + 1]):
             if valid_T.size and not valid_T[t]:
                 continue
             row = ids_TJ[t]
             j = 0
             for layer in range(layers):
-                counts_E = counts_LE[layer]
+                counts_V = counts_LV[layer]
                 for _ in range(top_k):
-                    counts_E[row[j]] += 1
+                    counts_V[row[j]] += 1
                     j += 1
+        if counts_LV[:, experts:].any():
+            return _count_checked(ids_TJ, cu_seqlens[s:], valid_T, tokens_SLE[s:])
+        tokens_SLE[s] = counts_LV[:, :experts]
+    return -1

@@ -1,0 +1,47 @@
+# make demo and make test need nothing installed beforehand but Python 3.11 or newer.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEMO := runs/demo
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install demo test test-all lint bench docs clean
+
+help:          ## list what there is
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+install: $(VENV)/.installed  ## make .venv with RoutePack and its tools
+
+# torch is installed first and pinned: a later package's open range would fetch a larger build.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "pip>=25.1"
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[certify,report]' --group dev
+	touch $@
+
+demo: install  ## train a tiny MoE with GRPO on 4 ranks, then plan from its trace
+	$(BIN)/routepack train configs/tiny_rl.yaml out=$(DEMO)
+
+test: install lint  ## lint, types and the tests
+	$(BIN)/pytest
+
+test-all: install lint  ## the slow tests too
+	$(BIN)/pytest -m ''
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+bench: install  ## the collector's and the planner's figures
+	$(BIN)/python benchmarks/collector.py
+	$(BIN)/python benchmarks/planner.py
+
+docs: install  ## build the documentation into site/
+	$(BIN)/pip install --quiet -c constraints.txt --group docs
+	$(BIN)/mkdocs build --strict
+
+clean:         ## remove what was built, not .venv
+	rm -rf build dist site runs .pytest_cache .ruff_cache .hypothesis

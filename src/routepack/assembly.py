@@ -1,0 +1,46 @@
+"""From a config to a Planner: the sections that every command which plans has in common."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from omegaconf import DictConfig
+
+from routepack.components.collector import RoutingDemandCollector
+from routepack.components.packer import AttentionAwarePacker, Packer
+from routepack.components.rerouter import ExpertRerouter, Rerouter
+from routepack.config import build, instantiate
+from routepack.cost import CostModel, WindowNormalizedCost
+from routepack.planner import Planner
+from routepack.types import Topology
+
+
+@dataclass(kw_only=True)
+class PlanOptions:
+    """The options of a plan that belong to no component."""
+
+    sync: str = "step"
+    """What joins the ranks: ``step``, ``microbatch`` or ``layer``."""
+    seed: int = 0
+    time_limit_seconds: float | None = None
+    """Search for this long; how far it gets then depends on the machine's load."""
+    num_proposals: int | None = None
+    """Search this far; the same seed then gives the same plan on any machine."""
+
+
+PLAN_OPTIONS = tuple(PlanOptions.__dataclass_fields__)
+COMPONENTS = ("topology", "cost_model", "collector", "rerouter", "packer")
+PLANNER_KEYS = (*COMPONENTS, *PLAN_OPTIONS)
+
+
+def build_planner(config: DictConfig) -> Planner:
+    """The planner that *config* describes; raises ConfigError naming the option that is wrong."""
+    given = {key: config[key] for key in PLAN_OPTIONS if key in config}
+    return Planner(
+        topology=build(config, "topology", base=Topology),
+        cost_model=build(config, "cost_model", base=CostModel, default=WindowNormalizedCost),
+        collector=build(config, "collector", base=RoutingDemandCollector),
+        rerouter=build(config, "rerouter", base=Rerouter, default=ExpertRerouter),
+        packer=build(config, "packer", base=Packer, default=AttentionAwarePacker),
+        **asdict(instantiate(PlanOptions, given, where="")),
+    )

@@ -1,0 +1,151 @@
+"""``routepack train | plan | verify | check``. Exit codes: 0 done, 1 wrong input, 2 wrong usage."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from routepack.config import check_keys, load
+from routepack.errors import ConfigError, PlanError, RoutePackError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Expert placement and attention-aware packing for MoE reinforcement learning.",
+)
+Layers = Annotated[
+    list[str], typer.Argument(metavar="CONFIG... [key=value...]", help="YAML files, then overrides; later wins.")
+]
+PLAN_FILE_KEYS = ("trace", "out")
+
+
+@app.command()
+def train(layers: Layers) -> None:
+    """Train: rollouts, plan, moved experts, FSDP2 + EP steps; starts the ranks itself when not under torchrun."""
+    from routepack.integrations.torchtitan.launch import train as run
+
+    code = run(*split_layers(layers))
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
+def plan(
+    layers: Layers,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
+) -> None:
+    """Plan one optimizer step from a recorded trace: baseline, plan and lower bound side by side."""
+    from routepack.metrics import plan_metrics
+    from routepack.trace import load_window, save_plan
+
+    config = load(*split_layers(layers))
+    planner = _planner(config)
+    trace, out = _path(config, "trace"), _path(config, "out")
+    made = planner.plan(load_window(trace))
+    save_plan(made, out)
+    if as_json:
+        figures = plan_metrics(made, prefix="")
+        typer.echo(json.dumps({"out": str(out), "certificate": str(made.certificate), "certified": made.certificate.certified,
+                               "unit": made.unit, "sync": made.sync, "digest": made.digest, **figures}))  # fmt: skip
+        return
+    console = Console()
+    console.print(plan_table(made))
+    console.print(f"{made.certificate}; planned in {made.plan_seconds:.2f} s ({_budget(made.budget)}), seed {made.seed}.")
+    console.print(f"Plan: {out}. Check it: routepack verify {out} {trace}", soft_wrap=True)
+
+
+@app.command()
+def verify(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN")],
+    trace: Annotated[Path, typer.Argument(metavar="TRACE")],
+) -> None:
+    """Recheck a plan against the trace it was made for, with code that shares nothing with the planner."""
+    from routepack.components.collector import RoutingDemandCollector
+    from routepack.trace import load_plan, load_window
+    from routepack.types import RoutingDemand
+    from routepack.verification import verify as problems_of
+
+    made, window = load_plan(plan), load_window(trace)
+    demand = window if isinstance(window, RoutingDemand) else RoutingDemandCollector().collect(window)
+    problems = problems_of(made, demand)
+    if problems:
+        raise PlanError(f"{plan} is rejected for {trace}:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    typer.echo(
+        f"{plan}: accepted. {demand.num_sequences} sequences in {made.num_microbatches} x "
+        f"{made.topology.data_parallel_degree} cells, value {made.value:.4f}, bound {made.bound:.4f}."
+    )
+
+
+@app.command()
+def check(layers: Layers) -> None:
+    """Resolve a config and build every component, without running anything."""
+    from omegaconf import OmegaConf
+
+    config = load(*split_layers(layers))
+    if "trace" in config:
+        _planner(config)
+    else:
+        from routepack.integrations.torchtitan.launch import check as check_training
+
+        check_training(config)
+    typer.echo(OmegaConf.to_yaml(config).rstrip())
+    typer.echo("ok", err=True)
+
+
+def split_layers(layers: list[str]) -> tuple[list[str], list[str]]:
+    """Config files and overrides; an argument with ``=`` is an override unless a file has that name."""
+    overrides = [layer for layer in layers if "=" in layer and not Path(layer).exists()]
+    return [layer for layer in layers if layer not in overrides], overrides
+
+
+def plan_table(plan: Any) -> Table:
+    """Baseline, plan and bound of each term, side by side."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for name in ("baseline", "planned", "lower bound"):
+        table.add_column(name, justify="right")
+    unit = "s" if plan.unit == "seconds" else "relative"
+    table.add_row(f"step, sync={plan.sync} ({unit})", *(f"{v:.4f}" for v in (plan.baseline_value, plan.value, plan.bound)))
+    parts = plan.parts
+    for key in [key.removeprefix("planned.") for key in parts if key.startswith("planned.")]:
+        cells = [parts.get(f"{column}.{key}") for column in ("baseline", "planned", "bound")]
+        table.add_row(f"  {key.replace('_', ' ')}", *("" if cell is None else f"{cell:.4f}" for cell in cells))
+    counts = (plan.baseline_microbatches, plan.num_microbatches, plan.certificate.lower_bound)
+    table.add_row("microbatches", *map(str, counts))
+    return table
+
+
+def _planner(config: Any) -> Any:
+    from routepack.assembly import PLANNER_KEYS, build_planner
+
+    check_keys(config, (*PLANNER_KEYS, *PLAN_FILE_KEYS), what="a plan's config")
+    return build_planner(config)
+
+
+def _path(config: Any, key: str) -> Path:
+    from omegaconf import OmegaConf
+
+    if key not in config or OmegaConf.is_missing(config, key):
+        raise ConfigError(f"{key} is not set: name a file, as in {key}=rollouts.safetensors.")
+    return Path(str(config[key]))
+
+
+def _budget(budget: Any) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in budget.items() if value is not None)
+
+
+def main(run: Callable[[], Any] = app) -> None:
+    """The ``routepack`` command: messages instead of tracebacks for wrong input."""
+    try:
+        run()
+    except RoutePackError as error:
+        sys.stderr.write(f"routepack: {error}\n")
+        raise SystemExit(1) from None

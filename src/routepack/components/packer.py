@@ -1,0 +1,198 @@
+"""Sequences to cells: which microbatch of which DP rank. Letters: :mod:`routepack.types`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, final
+
+import numpy as np
+
+from routepack.cost import CostRates, num_packed_groups, ranks_per_group
+from routepack.errors import ConfigError, InfeasibleError, PlanError
+from routepack.types import Certificate, Packing, Sync, Topology
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackingProblem:
+    """All that a packer may look at. Cell c is microbatch ``c // W`` of DP rank ``c % W``."""
+
+    length_S: np.ndarray
+    """int64 [S]: tokens."""
+    load_SRL: np.ndarray
+    """int32 [S, R, >= L]: routed rows to each EP rank in each layer under the placement; the layer axis may be zero-padded."""
+    rates: CostRates
+    topology: Topology
+    max_tokens: int
+    num_microbatches: int
+    """M, the fewest that are known to do; a plan with more is legal, but no one's aim."""
+    feasible_cell_of_S: np.ndarray
+    """int32 [S]: a legal packing into so many microbatches."""
+    start_cell_of_S: np.ndarray | None = None
+    """int32 [S]: a good packing to start from, where there is one."""
+    sync: Sync = "step"
+    seed: int = 0
+    num_proposals: int = 100_000
+    """Moves and swaps that a search may try."""
+    deadline: float | None = None
+    """``time.monotonic()`` by which to be done; replaces ``num_proposals``."""
+    schedule: tuple[float, float] = (0.0, 1.0)
+    """Where on the way from hot to cold this call begins and ends, when a plan packs several times."""
+
+    @property
+    def num_cells(self) -> int:
+        """M x W."""
+        return self.num_microbatches * self.topology.data_parallel_degree
+
+    @cached_property
+    def cost_SI(self) -> np.ndarray:
+        """float64 [S, I]: dense and attention work of each sequence in each attention stage."""
+        return self.rates.cost_SI(self.length_S)
+
+    @cached_property
+    def cost_S(self) -> np.ndarray:
+        """float64 [S]: the same, summed over stages."""
+        return self.cost_SI.sum(axis=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packer(ABC):
+    """Packs sequences into cells. Subclasses implement :meth:`assign` and cannot return an illegal packing."""
+
+    max_tokens: int
+    """Tokens that one cell may hold."""
+
+    improves: ClassVar[bool] = False
+    """Whether :meth:`assign` starts from ``start_cell_of_S``, so that packing again after a refined placement pays."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int | np.integer) or self.max_tokens < 1:
+            raise ConfigError(f"packer.max_tokens={self.max_tokens!r} must be a whole number of at least 1.")
+
+    @abstractmethod
+    def assign(self, problem: PackingProblem) -> np.ndarray:
+        """int [S]: the cell of every sequence. All of 0 .. M x W - 1 used, none above the cap, for any M."""
+
+    @final
+    def certify(self, length_S: np.ndarray, topology: Topology, *, seed: int = 0) -> tuple[Certificate, np.ndarray]:
+        """The fewest microbatches found, what proves it, and a legal packing with them.
+
+        Raises InfeasibleError for a sequence longer than the cap, or too few sequences to fill every cell.
+        """
+        from routepack.solvers import rows
+
+        ranks = topology.data_parallel_degree
+        if len(length_S) < ranks:
+            raise InfeasibleError(
+                f"topology.data_parallel_degree={ranks} ranks need a sequence each; the window has {len(length_S)}: "
+                "use fewer ranks, or gather more sequences."
+            )
+        longest = int(np.argmax(length_S))
+        if length_S[longest] > self.max_tokens:
+            raise InfeasibleError(
+                f"packer.max_tokens={self.max_tokens} is shorter than sequence {longest} ({length_S[longest]} tokens): "
+                "raise it, or drop long sequences first."
+            )
+        certificate, cell_of_S = rows.certify_rows(length_S, self.max_tokens, ranks, seed=seed)
+        if certificate.num_microbatches * ranks > len(length_S):
+            raise InfeasibleError(
+                f"packer.max_tokens={self.max_tokens} needs {certificate.num_microbatches} microbatches, so "
+                f"{certificate.num_microbatches * ranks} cells on {ranks} ranks, and the window has only {len(length_S)} "
+                "sequences to fill them: raise max_tokens, or use fewer ranks."
+            )
+        return certificate, cell_of_S
+
+    @final
+    def pack(self, problem: PackingProblem) -> Packing:
+        """The packing, checked. Raises PlanError naming the packer, the cell, its tokens and the cap."""
+        name, ranks = type(self).__name__, problem.topology.data_parallel_degree
+        cell_of_S = np.asarray(self.assign(problem))
+        if cell_of_S.shape != problem.length_S.shape or cell_of_S.dtype.kind not in "iu":
+            raise PlanError(
+                f"{name} gave cells of shape {cell_of_S.shape} and dtype {cell_of_S.dtype}; "
+                f"{len(problem.length_S)} whole numbers are needed."
+            )
+        if cell_of_S.min() < 0:
+            s = int(cell_of_S.argmin())
+            raise PlanError(
+                f"{name} left sequence {s} ({problem.length_S[s]} tokens) in cell {cell_of_S[s]}: cells start at 0."
+            )
+        tokens_C = np.bincount(cell_of_S, problem.length_S).astype(np.int64)
+        cell = int(tokens_C.argmax())
+        if tokens_C[cell] > self.max_tokens:
+            raise PlanError(
+                f"{name} put {tokens_C[cell]} tokens into cell {cell} (microbatch {cell // ranks}, rank {cell % ranks}); "
+                f"packer.max_tokens={self.max_tokens} is the cap."
+            )
+        try:
+            return Packing(cell_of_S=cell_of_S, num_microbatches=-(-len(tokens_C) // ranks), data_parallel_degree=ranks)
+        except PlanError as error:
+            raise PlanError(f"{name}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstFitPacker(Packer):
+    """First-fit decreasing: the baseline.
+
+    Longest first, each into the first cell with room; cells that stay empty then get the longest sequence
+    of the fullest cell that can spare one.
+    """
+
+    def assign(self, problem: PackingProblem) -> np.ndarray:
+        """First fit by falling length."""
+        from routepack.solvers import greedy
+
+        order_S = np.argsort(-problem.length_S, kind="stable")
+        cell_of_S, used = greedy.first_fit(problem.length_S, self.max_tokens, order_S=order_S)
+        ranks = problem.topology.data_parallel_degree
+        rows = -(-used // ranks)
+        if rows * ranks > len(cell_of_S):
+            return problem.feasible_cell_of_S
+        return greedy.fill_empty(cell_of_S, problem.length_S, rows * ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionAwarePacker(Packer):
+    """Anneals the packing on what its units wait for: attention of the costliest rank, experts of the fullest.
+
+    Starts from the sequences dealt by tokens, longest first. The search minimises the objective of
+    ``sync=step`` (max U_g, sum U_g, max J) whatever ``sync`` is; under ``microbatch`` and ``layer`` the
+    planner still prices every result by the true objective and keeps the best.
+    """
+
+    improves: ClassVar[bool] = True
+
+    threads: int = 2
+    """Threads that anneal at once; the plan does not depend on it."""
+
+    def assign(self, problem: PackingProblem) -> np.ndarray:
+        """The best packing met."""
+        from routepack.solvers import anneal
+
+        num_rows = int(problem.load_SRL.sum(dtype=np.int64))
+        layout = anneal.Layout(
+            cell_of_S=self._start(problem),
+            length_S=problem.length_S,
+            load_SRL=problem.load_SRL,
+            weights=anneal.Weights.of(problem.cost_SI, problem.rates.expert, num_rows),
+            max_tokens=self.max_tokens,
+            num_cells=problem.num_cells,
+            cells_per_unit=ranks_per_group(problem.topology),
+            num_groups=num_packed_groups(problem.topology),
+        )
+        begin, end = problem.schedule
+        schedule = anneal.Schedule(
+            num_proposals=problem.num_proposals, begin=begin, end=end, deadline=problem.deadline, threads=self.threads
+        )
+        anneal.anneal(layout, schedule, seed=problem.seed)
+        return layout.packed()
+
+    def _start(self, problem: PackingProblem) -> np.ndarray:
+        from routepack.solvers import greedy
+
+        if problem.start_cell_of_S is not None:
+            return problem.start_cell_of_S
+        length_S = problem.length_S
+        cell_of_S = greedy.longest_first(length_S, problem.num_cells, length_S=length_S, max_tokens=self.max_tokens)
+        return problem.feasible_cell_of_S if (cell_of_S < 0).any() else cell_of_S

@@ -1,0 +1,93 @@
+"""Experts to EP ranks, one placement per layer and window. Letters: :mod:`routepack.types`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import numpy as np
+
+from routepack.errors import PlanError, RoutePackError
+from routepack.types import ExpertPlacement, RoutingDemand, Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rerouter(ABC):
+    """Chooses the slot of every expert. Subclasses implement :meth:`assign` and cannot return an illegal placement."""
+
+    refines: ClassVar[bool] = False
+    """Whether :meth:`refine` can do better once sequences are packed."""
+
+    @abstractmethod
+    def assign(self, tokens_LE: np.ndarray, num_ranks: int) -> np.ndarray:
+        """int [L, P]: ``physical_to_logical_LP``, given the routed rows of each expert (int64 [L, E])."""
+
+    @final
+    def place(self, tokens_LE: np.ndarray, topology: Topology) -> ExpertPlacement:
+        """The placement for a window, checked.
+
+        Raises ConfigError where the ranks do not divide the experts, PlanError where :meth:`assign` gave
+        anything but one permutation of the experts per layer.
+        """
+        topology.slots_per_rank(tokens_LE.shape[1])
+        slots_LP = self.assign(tokens_LE.copy(), topology.expert_parallel_degree)
+        return self._checked(slots_LP, tokens_LE.shape)
+
+    @final
+    def refine_placement(
+        self, placement: ExpertPlacement, demand: RoutingDemand, unit_of_S: np.ndarray, topology: Topology
+    ) -> ExpertPlacement:
+        """The placement, refined for sequences packed into units (microbatch of an EP group), checked like :meth:`place`."""
+        slots_LP = self.refine(placement.physical_to_logical_LP, demand, unit_of_S, topology.expert_parallel_degree)
+        return self._checked(slots_LP, demand.tokens_LE.shape)
+
+    def refine(self, slots_LP: np.ndarray, demand: RoutingDemand, unit_of_S: np.ndarray, num_ranks: int) -> np.ndarray:
+        """int [L, P]: a placement for the packed sequences, starting from one. Keeps it unless overridden."""
+        return slots_LP
+
+    def _checked(self, slots_LP: np.ndarray, shape: tuple[int, int]) -> ExpertPlacement:
+        name = type(self).__name__
+        if np.shape(slots_LP) != shape:
+            raise PlanError(f"{name} placed experts in shape {np.shape(slots_LP)}; {shape} [layers, experts] is needed.")
+        try:
+            return ExpertPlacement(physical_to_logical_LP=slots_LP)
+        except RoutePackError as error:
+            raise PlanError(f"{name}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdentityRerouter(Rerouter):
+    """Leaves expert e in slot e: the baseline."""
+
+    def assign(self, tokens_LE: np.ndarray, num_ranks: int) -> np.ndarray:
+        """The identity in every layer."""
+        return ExpertPlacement.identity(*tokens_LE.shape).physical_to_logical_LP
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRerouter(Rerouter):
+    """Evens out the ranks: longest first with equal counts, best-pair swaps, then swaps on the packed units.
+
+    The last step lowers what the trainer waits for, the sum over units of the fullest rank, rather than
+    the window's largest rank.
+    """
+
+    refines: ClassVar[bool] = True
+
+    sweeps: int = 8
+    """At most so many passes over all pairs of ranks when refining a layer."""
+
+    def assign(self, tokens_LE: np.ndarray, num_ranks: int) -> np.ndarray:
+        """LPT with equal counts, then the best swap of the fullest rank until none helps."""
+        from routepack.solvers import placement
+
+        return placement.slots_of_ranks(placement.balanced_ranks(tokens_LE, num_ranks))
+
+    def refine(self, slots_LP: np.ndarray, demand: RoutingDemand, unit_of_S: np.ndarray, num_ranks: int) -> np.ndarray:
+        """Swaps that lower the sum over units of the fullest rank; never raises it."""
+        from routepack.solvers import loads, placement
+
+        load_LEU = loads.unit_load(demand.tokens_SLE, unit_of_S, int(unit_of_S.max()) + 1)
+        rank_of_LE = ExpertPlacement(physical_to_logical_LP=slots_LP).rank_of_LE(num_ranks)
+        return placement.slots_of_ranks(placement.refine_ranks(load_LEU, rank_of_LE, num_ranks, sweeps=self.sweeps))

@@ -1,0 +1,247 @@
+"""What a plan costs: rates of a cost model, and the evaluation of a placement and a packing under them.
+
+Letters: :mod:`routepack.types`; I attention stages. A unit is one microbatch of one EP group.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+
+from routepack.errors import ConfigError
+from routepack.types import Packing, RoutingDemand, Sync, Topology
+
+
+def ranks_per_group(topology: Topology) -> int:
+    """DP ranks whose tokens meet in one EP group: R / model_parallel_degree, at least one.
+
+    >>> ranks_per_group(Topology(data_parallel_degree=4, expert_parallel_degree=4, model_parallel_degree=2))
+    2
+    """
+    return max(1, topology.expert_parallel_degree // topology.model_parallel_degree)
+
+
+def num_packed_groups(topology: Topology) -> int:
+    """EP groups as packing sees them: W / :func:`ranks_per_group`; G wherever R > 1."""
+    return topology.data_parallel_degree // ranks_per_group(topology)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CostRates:
+    """What a routed row, a token and a token pair cost; the only thing solvers see of a cost model.
+
+    In attention stage i a sequence of t tokens costs ``linear_I[i] * t + quadratic_I[i] * pairs``. Pairs are
+    t^2, or with a window of w tokens 2 w t - w^2 once t exceeds w. Documents never attend to each other.
+    """
+
+    expert: float
+    """Per routed row of the fullest EP rank of a unit, in one layer."""
+    linear_I: np.ndarray
+    """float64 [I]: per token."""
+    quadratic_I: np.ndarray
+    """float64 [I]: per pair; zero for linear attention."""
+    window_I: np.ndarray | None = None
+    """int64 [I]: tokens that a token can look back on; 0, or None for all stages: every earlier one."""
+    unit: str = "relative"
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("linear_I", np.float64), ("quadratic_I", np.float64), ("window_I", np.int64)):
+            value = getattr(self, name)
+            value = np.zeros(len(self.linear_I)) if value is None else value
+            object.__setattr__(self, name, np.atleast_1d(np.asarray(value, dtype=dtype)))
+        sizes = {len(self.linear_I), len(self.quadratic_I), len(self.window_I)}
+        lowest = min(self.expert, self.linear_I.min(), self.quadratic_I.min(), self.window_I.min())
+        if len(sizes) != 1 or not lowest >= 0:
+            raise ConfigError(f"cost rates {self.as_dict()} must be one per attention stage, none negative.")
+
+    def cost_SI(self, length_S: np.ndarray) -> np.ndarray:
+        """float64 [S, I]: dense and attention work of each sequence in each attention stage."""
+        length_SI = np.asarray(length_S, dtype=np.float64)[:, None]
+        pairs_SI = np.where(
+            (self.window_I == 0) | (length_SI <= self.window_I),
+            length_SI**2,
+            2.0 * self.window_I * length_SI - self.window_I.astype(np.float64) ** 2,
+        )
+        return self.linear_I * length_SI + self.quadratic_I * pairs_SI
+
+    def as_dict(self) -> dict[str, Any]:
+        """The rates as plain numbers and lists, as a plan keeps them."""
+        return {
+            "expert": float(self.expert),
+            "linear": self.linear_I.tolist(),
+            "quadratic": self.quadratic_I.tolist(),
+            "window": self.window_I.tolist(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel(ABC):
+    """Prices a window: a keyword-only dataclass whose fields are its config."""
+
+    unit: ClassVar[str] = "relative"
+    """``seconds``, or ``relative`` to a perfectly even window."""
+
+    @abstractmethod
+    def rates(self, demand: RoutingDemand, topology: Topology) -> CostRates:
+        """The rates for this window on this topology."""
+
+    @staticmethod
+    def for_model(name: str, *, device: str = "h200") -> CostModel:
+        """A :class:`~routepack.flops.FlopsCost` for a known model on a known device.
+
+        Raises ConfigError naming the known ones. Rates are counted, not measured: only their ratios are
+        worth much until :class:`FlopsCost` is given efficiencies measured on the device.
+        """
+        from routepack.flops import flops_cost
+
+        return flops_cost(name, device=device)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The class and its options, as a plan keeps them."""
+        return {"model": type(self).__name__, "options": asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowNormalizedCost(CostModel):
+    """Each term scaled so that a perfectly even window costs its share of the step; the shares add up to 1.
+
+    The value of a plan is then its ratio to the ideal (arXiv 2608.12146).
+    """
+
+    expert_share: float = 0.5
+    """Share of the step that an even window spends in experts."""
+    linear_share: float = 0.375
+    """Share in what grows with tokens: projections, norms, shared experts, head."""
+    quadratic_share: float = 0.125
+    """Share in what grows with token pairs: attention itself."""
+
+    def __post_init__(self) -> None:
+        shares = (self.expert_share, self.linear_share, self.quadratic_share)
+        if min(shares) < 0 or abs(sum(shares) - 1.0) > 1e-6:
+            raise ConfigError(f"cost_model shares {shares} (expert, linear, quadratic) must be at least 0 and add up to 1.")
+
+    def rates(self, demand: RoutingDemand, topology: Topology) -> CostRates:
+        """Rates from the window's own totals: every DP rank, and every EP rank of every group, gets its even part."""
+        ranks = topology.data_parallel_degree
+        expert_ranks = num_packed_groups(topology) * topology.expert_parallel_degree
+        length_S = demand.length_S.astype(np.float64)
+        routed = float(demand.tokens_LE.sum())
+        return CostRates(
+            expert=self.expert_share * expert_ranks / routed if routed else 0.0,
+            linear_I=[self.linear_share * ranks / length_S.sum()],
+            quadratic_I=[self.quadratic_share * ranks / (length_S**2).sum()],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evaluation:
+    """A placement and a packing, priced. Shapes: M microbatches, G groups, L layers."""
+
+    attention_MG: np.ndarray
+    """float64: sum over stages of the costliest DP rank of each unit."""
+    expert_MG: np.ndarray
+    """float64: sum over layers of the fullest EP rank of each unit."""
+    joined_attention_M: np.ndarray
+    """float64: the same with every DP rank of the microbatch waiting for every other."""
+    joined_expert_M: np.ndarray
+    imbalance_MGL: np.ndarray
+    """float64: fullest EP rank over the mean of its group, in each unit and layer; 1 where nothing is routed."""
+    sync: Sync
+
+    @cached_property
+    def cost_MG(self) -> np.ndarray:
+        """float64 [M, G]: J of each unit."""
+        return self.attention_MG + self.expert_MG
+
+    @cached_property
+    def cost_G(self) -> np.ndarray:
+        """float64 [G]: U of each EP group over the window."""
+        return self.cost_MG.sum(axis=0)
+
+    @cached_property
+    def terms(self) -> tuple[float, float]:
+        """(attention, expert): the two parts that add up to :attr:`value`."""
+        if self.sync == "layer":
+            return float(self.joined_attention_M.sum()), float(self.joined_expert_M.sum())
+        if self.sync == "microbatch":
+            slowest = np.arange(len(self.cost_MG)), self.cost_MG.argmax(axis=1)
+            return float(self.attention_MG[slowest].sum()), float(self.expert_MG[slowest].sum())
+        g = int(self.cost_G.argmax())
+        return float(self.attention_MG[:, g].sum()), float(self.expert_MG[:, g].sum())
+
+    @property
+    def value(self) -> float:
+        """The predicted step under ``sync``."""
+        if self.sync == "step":
+            return float(self.cost_G.max())
+        return float(self.cost_MG.max(axis=1).sum()) if self.sync == "microbatch" else sum(self.terms)
+
+    @property
+    def key(self) -> tuple[float, float, float]:
+        """What planning minimises, lexicographically: (value, sum of U_g, largest J)."""
+        return self.value, float(self.cost_G.sum()), float(self.cost_MG.max())
+
+    def parts(self, name: str) -> dict[str, float]:
+        """Named figures for a plan's ``parts``."""
+        attention, expert = self.terms
+        imbalance = self.imbalance_MGL
+        return {
+            f"{name}.attention": attention,
+            f"{name}.expert": expert,
+            f"{name}.mean_group": float(self.cost_G.mean()),
+            f"{name}.largest_unit": float(self.cost_MG.max()),
+            f"{name}.imbalance_mean": float(imbalance.mean()),
+            f"{name}.imbalance_p95": float(np.percentile(imbalance, 95)),
+            f"{name}.imbalance_max": float(imbalance.max()),
+        }
+
+
+def evaluate(
+    *, load_SRL: np.ndarray, length_S: np.ndarray, packing: Packing, topology: Topology, rates: CostRates, sync: Sync
+) -> Evaluation:
+    """Price a packing, given what each sequence sends to each EP rank under a placement.
+
+    Args:
+        load_SRL: int32 [S, R, >= L], as :func:`routepack.solvers.loads.rank_load` gives it; zero padding is harmless.
+        length_S: int64 [S].
+        packing: cells of the sequences.
+        topology: which cells meet.
+        rates: prices.
+        sync: what joins the ranks.
+
+    """
+    microbatches, groups, width = packing.num_microbatches, num_packed_groups(topology), ranks_per_group(topology)
+    load_URL = _sum_by(packing.cell_of_S // width, load_SRL, microbatches * groups)
+    stages = len(rates.linear_I)
+    cost_CI = np.zeros((packing.num_cells, stages))
+    np.add.at(cost_CI, packing.cell_of_S, rates.cost_SI(length_S))
+    peak_UL, mean_UL = load_URL.max(axis=1), load_URL.mean(axis=1)
+    routed_L = mean_UL.sum(axis=0) > 0
+    imbalance_UL = np.where(mean_UL > 0, peak_UL / np.where(mean_UL > 0, mean_UL, 1.0), 1.0)[:, routed_L]
+    cost_MGWI = cost_CI.reshape(microbatches, groups, width, stages)
+    peak_MGL = peak_UL.reshape(microbatches, groups, -1)
+    return Evaluation(
+        attention_MG=cost_MGWI.max(axis=2).sum(axis=-1),
+        expert_MG=rates.expert * peak_MGL.sum(axis=-1, dtype=np.int64),
+        joined_attention_M=cost_MGWI.max(axis=(1, 2)).sum(axis=-1),
+        joined_expert_M=rates.expert * peak_MGL.max(axis=1).sum(axis=-1, dtype=np.int64),
+        imbalance_MGL=imbalance_UL.reshape(microbatches, groups, -1) if routed_L.any() else np.ones((microbatches, groups, 1)),
+        sync=sync,
+    )
+
+
+def _sum_by(unit_of_S: np.ndarray, values: np.ndarray, num_units: int) -> np.ndarray:
+    """int64 [units, ...]: sums of *values* over the sequences of each unit; every unit has at least one."""
+    by_unit = np.argsort(unit_of_S, kind="stable")
+    starts = np.searchsorted(unit_of_S[by_unit], np.arange(num_units))
+    return np.add.reduceat(values[by_unit], starts, axis=0, dtype=np.int64)
+
+
+def rates_from(cost: Mapping[str, Any]) -> CostRates:
+    """The rates that a plan's ``cost`` mapping keeps."""
+    return CostRates(expert=cost["expert"], linear_I=cost["linear"], quadratic_I=cost["quadratic"], window_I=cost.get("window"))

@@ -1,0 +1,98 @@
+"""Sequences to cells in one pass: first fit, best fit, longest first."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+
+def first_fit(
+    length_S: np.ndarray, max_tokens: int, *, order_S: np.ndarray | None = None, tightest: bool = False
+) -> tuple[np.ndarray, int]:
+    """Each sequence into the first cell that has room for it, or with *tightest* into the fullest such cell.
+
+    >>> first_fit(np.array([5, 4, 3, 2]), 8)
+    (array([0, 1, 0, 1], dtype=int32), 2)
+
+    Returns:
+        ``cell_of_S`` int32 [S], and the number of cells used.
+
+    """
+    length_S = np.ascontiguousarray(length_S, dtype=np.int64)
+    order_S = np.arange(len(length_S)) if order_S is None else np.ascontiguousarray(order_S, dtype=np.int64)
+    cell_of_S = np.empty(len(length_S), dtype=np.int32)
+    used = _first_fit(length_S, order_S, max_tokens, tightest, cell_of_S)
+    return cell_of_S, int(used)
+
+
+@njit(nogil=True, cache=True)
+def _first_fit(length_S, order_S, max_tokens, tightest, cell_of_S):
+    tokens_C = np.zeros(length_S.size, np.int64)
+    used = 0
+    for s in order_S:
+        best = -1
+        for c in range(used):
+            if tokens_C[c] + length_S[s] <= max_tokens and (best < 0 or tokens_C[c] > tokens_C[best]):
+                best = c
+                if not tightest:
+                    break
+        if best < 0:
+            best = used
+            used += 1
+        cell_of_S[s] = best
+        tokens_C[best] += length_S[s]
+    return used
+
+
+def longest_first(
+    cost_S: np.ndarray, num_cells: int, *, length_S: np.ndarray | None = None, max_tokens: int | None = None
+) -> np.ndarray:
+    """Costliest sequence first, each into the cell with the least cost so far that has room for it (LPT).
+
+    With the lengths as costs this is token-LPT. -1 marks a sequence that fitted nowhere under *max_tokens*.
+
+    >>> longest_first(np.array([5, 4, 3, 3]), 2)
+    array([0, 1, 1, 0], dtype=int32)
+    """
+    cost_S = np.ascontiguousarray(cost_S, dtype=np.float64)
+    if length_S is None or max_tokens is None:
+        length_S, max_tokens = np.zeros(len(cost_S), dtype=np.int64), 0
+    cell_of_S = np.empty(len(cost_S), dtype=np.int32)
+    order_S = np.argsort(-cost_S, kind="stable")
+    _longest_first(cost_S, order_S, num_cells, np.ascontiguousarray(length_S, dtype=np.int64), max_tokens, cell_of_S)
+    return cell_of_S
+
+
+@njit(nogil=True, cache=True)
+def _longest_first(cost_S, order_S, num_cells, length_S, max_tokens, cell_of_S):
+    cost_C = np.zeros(num_cells)
+    tokens_C = np.zeros(num_cells, np.int64)
+    for s in order_S:
+        best = -1
+        for c in range(num_cells):
+            if tokens_C[c] + length_S[s] <= max_tokens and (best < 0 or cost_C[c] < cost_C[best]):
+                best = c
+        cell_of_S[s] = best
+        if best >= 0:
+            cost_C[best] += cost_S[s]
+            tokens_C[best] += length_S[s]
+
+
+def fill_empty(cell_of_S: np.ndarray, length_S: np.ndarray, num_cells: int) -> np.ndarray:
+    """int32 [S]: the same packing with one sequence moved into every empty cell, where there are enough sequences.
+
+    The longest sequence of the fullest cell with more than one moves, so a legal packing stays legal.
+    """
+    cell_of_S = np.array(cell_of_S, dtype=np.int32)
+    counts_C = np.bincount(cell_of_S, minlength=num_cells)
+    tokens_C = np.bincount(cell_of_S, length_S, num_cells)
+    for cell in np.flatnonzero(counts_C == 0):
+        fullest = int(np.where(counts_C > 1, tokens_C, -1.0).argmax())
+        if counts_C[fullest] < 2:
+            break
+        members = np.flatnonzero(cell_of_S == fullest)
+        moved = members[np.argmax(length_S[members])]
+        cell_of_S[moved] = cell
+        counts_C[[fullest, cell]] += (-1, 1)
+        tokens_C[[fullest, cell]] += (-length_S[moved], length_S[moved])
+    return cell_of_S

@@ -1,0 +1,69 @@
+"""Who brings how much to whom: routed rows of each sequence per EP rank, and of each unit per expert.
+
+A unit is one microbatch of one EP group; unit ``m * G + g``. Letters: :mod:`routepack.types`.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numba import njit
+
+LANES = 16
+"""The layer axis of a rank load is padded to a multiple of this, so that every row starts a vector register."""
+
+
+def rank_load(tokens_SLE: np.ndarray, rank_of_LE: np.ndarray, num_ranks: int, *, threads: int = 2) -> np.ndarray:
+    """int32 [S, R, L]: routed rows that each sequence sends to each EP rank in each layer.
+
+    L is padded with zeros to a multiple of :data:`LANES`; layers are contiguous, so that a maximum over
+    ranks runs elementwise over layers.
+    """
+    sequences, layers, _ = tokens_SLE.shape
+    load_SRL = np.zeros((sequences, num_ranks, -(-layers // LANES) * LANES), dtype=np.int32)
+    rank_of_LE = np.ascontiguousarray(rank_of_LE, dtype=np.int64)
+    parts = [slice(a[0], a[-1] + 1) for a in np.array_split(np.arange(sequences), threads) if len(a)]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda part: _rank_load(tokens_SLE[part], rank_of_LE, load_SRL[part]), parts))
+    return load_SRL
+
+
+@njit(nogil=True, cache=True)
+def _rank_load(tokens_SLE, rank_of_LE, load_SRL):
+    sequences, layers, experts = tokens_SLE.shape
+    row_R = np.zeros(load_SRL.shape[1], np.int32)
+    for s in range(sequences):
+        for layer in range(layers):
+            row_R[:] = 0
+            for e in range(experts):
+                row_R[rank_of_LE[layer, e]] += np.int32(tokens_SLE[s, layer, e])
+            for r in range(row_R.size):
+                load_SRL[s, r, layer] = row_R[r]
+
+
+def unit_load(tokens_SLE: np.ndarray, unit_of_S: np.ndarray, num_units: int, *, threads: int = 2) -> np.ndarray:
+    """int32 [L, E, units]: routed rows that each unit sends to each expert."""
+    _, layers, experts = tokens_SLE.shape
+    load_LEU = np.empty((layers, experts, num_units), dtype=np.int32)
+    parts = [slice(a[0], a[-1] + 1) for a in np.array_split(np.arange(layers), threads) if len(a)]
+    unit_of_S = np.ascontiguousarray(unit_of_S, dtype=np.int64)
+    by_unit = np.argsort(unit_of_S, kind="stable")
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda part: _unit_load(tokens_SLE[:, part], by_unit, unit_of_S, load_LEU[part]), parts))
+    return load_LEU
+
+
+@njit(nogil=True, cache=True)
+def _unit_load(tokens_SLE, by_unit, unit_of_S, load_LEU):
+    _, layers, experts = tokens_SLE.shape
+    load_ULE = np.zeros((load_LEU.shape[2], layers, experts), np.int32)
+    for s in by_unit:
+        u = unit_of_S[s]
+        for layer in range(layers):
+            for e in range(experts):
+                load_ULE[u, layer, e] += np.int32(tokens_SLE[s, layer, e])
+    for layer in range(layers):
+        for e in range(experts):
+            for u in range(load_ULE.shape[0]):
+                load_LEU[layer, e, u] = load_ULE[u, layer, e]

@@ -1,0 +1,172 @@
+"""Experts to ranks: LPT with equal cardinality, best-pair swaps, and swaps on what the packed units wait for."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numba import njit
+from scipy.optimize import linear_sum_assignment
+
+
+def balanced_ranks(tokens_LE: np.ndarray, num_ranks: int) -> np.ndarray:
+    """int32 [L, E]: an EP rank for every expert, E / R a rank, with a low largest load in every layer.
+
+    Longest processing time first, then the best swap of the fullest rank with any other until none helps.
+    """
+    rank_of_LE = np.empty(tokens_LE.shape, dtype=np.int32)
+    order_LE = np.argsort(-tokens_LE, axis=1, kind="stable")
+    _balanced_ranks(np.ascontiguousarray(tokens_LE, dtype=np.int64), order_LE, num_ranks, rank_of_LE)
+    return rank_of_LE
+
+
+@njit(nogil=True, cache=True)
+def _balanced_ranks(tokens_LE, order_LE, num_ranks, rank_of_LE):
+    layers, experts = tokens_LE.shape
+    slots = experts // num_ranks
+    for layer in range(layers):
+        load_R = np.zeros(num_ranks, np.int64)
+        count_R = np.zeros(num_ranks, np.int64)
+        for e in order_LE[layer]:
+            best = -1
+            for r in range(num_ranks):
+                if count_R[r] < slots and (best < 0 or load_R[r] < load_R[best]):
+                    best = r
+            rank_of_LE[layer, e] = best
+            load_R[best] += tokens_LE[layer, e]
+            count_R[best] += 1
+        while _swap_fullest(tokens_LE[layer], rank_of_LE[layer], load_R):
+            pass
+
+
+@njit(nogil=True, cache=True)
+def _swap_fullest(tokens_E, rank_of_E, load_R):
+    """Swap that lowers the fullest rank most; False where none does."""
+    full = np.argmax(load_R)
+    best, best_e, best_f = load_R[full], -1, -1
+    for e in range(tokens_E.size):
+        if rank_of_E[e] != full:
+            continue
+        for f in range(tokens_E.size):
+            other = rank_of_E[f]
+            given = tokens_E[e] - tokens_E[f]
+            if other == full or given <= 0:
+                continue
+            larger = max(load_R[full] - given, load_R[other] + given)
+            if larger < best:
+                best, best_e, best_f = larger, e, f
+    if best_e < 0:
+        return False
+    other = rank_of_E[best_f]
+    given = tokens_E[best_e] - tokens_E[best_f]
+    load_R[full] -= given
+    load_R[other] += given
+    rank_of_E[best_e], rank_of_E[best_f] = other, full
+    return True
+
+
+def refine_ranks(
+    load_LEU: np.ndarray, rank_of_LE: np.ndarray, num_ranks: int, *, sweeps: int = 8, threads: int = 2
+) -> np.ndarray:
+    """int32 [L, E]: ranks after swaps that lower the sum over units of the fullest rank, layer by layer.
+
+    That sum, not the window's largest load, is what the packed microbatches wait for. A sweep tries every
+    pair of ranks and applies the best swap of each; it never raises the sum.
+    """
+    rank_of_LE = np.array(rank_of_LE, dtype=np.int32)
+    layers = range(len(rank_of_LE))
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda layer: _refine_layer(load_LEU[layer], rank_of_LE[layer], num_ranks, sweeps), layers))
+    return rank_of_LE
+
+
+@njit(nogil=True, cache=True)
+def _refine_layer(load_EU, rank_of_E, num_ranks, sweeps):
+    experts, units = load_EU.shape
+    slots = experts // num_ranks
+    held_RK = np.empty((num_ranks, slots), np.int64)
+    count_R = np.zeros(num_ranks, np.int64)
+    load_RU = np.zeros((num_ranks, units), np.int32)
+    for e in range(experts):
+        r = rank_of_E[e]
+        held_RK[r, count_R[r]] = e
+        count_R[r] += 1
+        load_RU[r] += load_EU[e]
+    others_U = np.empty(units, np.int32)
+    for _ in range(sweeps):
+        improved = False
+        for a in range(num_ranks):
+            for b in range(a + 1, num_ranks):
+                improved |= _swap_best(load_EU, load_RU, held_RK, a, b, others_U)
+        if not improved:
+            break
+    for r in range(num_ranks):
+        for e in held_RK[r]:
+            rank_of_E[e] = r
+
+
+@njit(nogil=True, cache=True)
+def _swap_best(load_EU, load_RU, held_RK, a, b, others_U):
+    """Apply the swap between ranks a and b that lowers the sum of peaks most; False where none does."""
+    units = others_U.size
+    others_U[:] = 0
+    for r in range(load_RU.shape[0]):
+        if r != a and r != b:
+            for u in range(units):
+                others_U[u] = max(others_U[u], load_RU[r, u])
+    load_a, load_b = load_RU[a], load_RU[b]
+    best = np.int64(0)
+    for u in range(units):
+        best += max(others_U[u], max(load_a[u], load_b[u]))
+    best_i, best_j = -1, -1
+    for i in range(held_RK.shape[1]):
+        e_U = load_EU[held_RK[a, i]]
+        for j in range(held_RK.shape[1]):
+            f_U = load_EU[held_RK[b, j]]
+            total = np.int64(0)
+            for u in range(units):
+                given = e_U[u] - f_U[u]
+                total += max(others_U[u], max(load_a[u] - given, load_b[u] + given))
+            if total < best:
+                best, best_i, best_j = total, i, j
+    if best_i < 0:
+        return False
+    e, f = held_RK[a, best_i], held_RK[b, best_j]
+    for u in range(units):
+        given = load_EU[e, u] - load_EU[f, u]
+        load_RU[a, u] -= given
+        load_RU[b, u] += given
+    held_RK[a, best_i], held_RK[b, best_j] = f, e
+    return True
+
+
+def slots_of_ranks(rank_of_LE: np.ndarray) -> np.ndarray:
+    """int32 [L, P]: logical expert of each slot, ranks in order, experts of a rank in ascending order."""
+    return np.argsort(rank_of_LE, axis=1, kind="stable").astype(np.int32)
+
+
+def keep_in_place(slots_LP: np.ndarray, previous_LP: np.ndarray, num_ranks: int) -> np.ndarray:
+    """int32 [L, P]: the same experts together, ranks numbered and slots filled so that few experts move.
+
+    Ranks are matched to the previous ones by the experts they share (Hungarian method); an expert that
+    stays on its rank keeps its slot.
+
+    >>> keep_in_place(np.array([[2, 3, 0, 1]]), np.array([[0, 1, 2, 3]]), 2)
+    array([[0, 1, 2, 3]], dtype=int32)
+    """
+    kept_LP = np.empty(slots_LP.shape, dtype=np.int32)
+    for layer, (slots_P, previous_P) in enumerate(zip(slots_LP, previous_LP, strict=True)):
+        new_RK, old_RK = slots_P.reshape(num_ranks, -1), previous_P.reshape(num_ranks, -1)
+        rank_of_E = np.empty(slots_P.size, dtype=np.int64)
+        rank_of_E[old_RK] = np.arange(num_ranks)[:, None]
+        shared_RR = np.stack([np.bincount(rank_of_E[held], minlength=num_ranks) for held in new_RK])
+        _, old_of_R = linear_sum_assignment(shared_RR, maximize=True)
+        for held_K, old in zip(new_RK, old_of_R, strict=True):
+            kept_LP[layer].reshape(num_ranks, -1)[old] = _keep_slots(held_K, old_RK[old])
+    return kept_LP
+
+
+def _keep_slots(held_K: np.ndarray, old_K: np.ndarray) -> np.ndarray:
+    slots_K = np.where(np.isin(old_K, held_K), old_K, -1)
+    slots_K[slots_K < 0] = np.setdiff1d(held_K, old_K)
+    return slots_K

@@ -1,0 +1,133 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from routepack.components.collector import RoutingDemandCollector
+from routepack.errors import ConfigError, TraceError
+from routepack.types import RolloutBatch
+
+
+def batch_of(ids_TLK, rows, *, num_experts, tokens=None, valid_T=None):
+    return RolloutBatch(
+        routed_experts_TLK=ids_TLK,
+        cu_seqlens=np.concatenate([[0], np.cumsum(rows)]).astype(np.int64),
+        num_tokens_S=np.asarray(rows) + 1 if tokens is None else tokens,
+        num_experts=num_experts,
+        valid_T=valid_T,
+    )
+
+
+@st.composite
+def recorded(draw):
+    experts = draw(st.sampled_from([2, 5, 256, 257, 40_000]))
+    layers, top_k = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    rows = draw(st.lists(st.integers(1, 30), min_size=1, max_size=9))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    fits = [d for d in (np.uint8, np.int16, np.uint16, np.int32, np.int64) if np.iinfo(d).max >= experts - 1]
+    ids = rng.integers(0, experts, (sum(rows), layers, top_k)).astype(draw(st.sampled_from(fits)))
+    valid = rng.random(sum(rows)) < draw(st.sampled_from([0.7, 1.0]))
+    return batch_of(ids, rows, num_experts=experts, valid_T=draw(st.sampled_from([valid, None])))
+
+
+def loop_count(batch):
+    counts = np.zeros((batch.num_sequences, batch.num_layers, batch.num_experts), int)
+    for s in range(batch.num_sequences):
+        for t in range(batch.cu_seqlens[s], batch.cu_seqlens[s + 1]):
+            if batch.valid_T is None or batch.valid_T[t]:
+                for layer in range(batch.num_layers):
+                    for expert in batch.routed_experts_TLK[t, layer]:
+                        counts[s, layer, expert] += 1
+    return counts
+
+
+@given(recorded(), st.integers(1, 3))
+def test_counts_equal_a_plain_loop(batch, threads):
+    demand = RoutingDemandCollector(min_coverage=0.0, num_threads=threads).collect(batch)
+    np.testing.assert_array_equal(demand.tokens_SLE, loop_count(batch))
+
+
+@given(recorded())
+def test_adding_one_by_one_gives_the_same_demand(batch):
+    collector = RoutingDemandCollector(num_experts=batch.num_experts, min_coverage=0.0)
+    for s in range(batch.num_sequences):
+        rows = slice(batch.cu_seqlens[s], batch.cu_seqlens[s + 1])
+        valid = None if batch.valid_T is None else batch.valid_T[rows]
+        collector.add(batch.routed_experts_TLK[rows], num_tokens=int(batch.num_tokens_S[s]), valid_T=valid)
+    demand = collector.demand()
+    whole = RoutingDemandCollector(min_coverage=0.0).collect(batch)
+    assert (demand.digest, demand.num_masked_rows) == (whole.digest, whole.num_masked_rows)
+
+
+def test_masked_rows_may_hold_anything():
+    ids = np.array([[[0]], [[-1]], [[99]], [[1]]], np.int32)
+    demand = RoutingDemandCollector().collect(batch_of(ids, [4], num_experts=2, valid_T=[True, False, False, True]))
+    assert (demand.tokens_SLE.tolist(), demand.num_masked_rows) == ([[[1, 1]]], 2)
+
+
+def test_zero_filler_behind_a_mask_does_not_credit_expert_0():
+    ids = np.array([[[2, 3]], [[2, 3]], [[0, 0]]], np.uint8)
+    demand = RoutingDemandCollector().collect(batch_of(ids, [3], num_experts=4, tokens=[3], valid_T=[True, True, False]))
+    assert demand.tokens_LE.tolist() == [[0, 0, 2, 2]]
+
+
+def test_255_is_an_expert_like_any_other_at_256_experts():
+    ids = np.full((3, 1, 1), 255, np.uint8)
+    assert RoutingDemandCollector().collect(batch_of(ids, [3], num_experts=256)).tokens_LE[0, 255] == 3
+
+
+def test_a_long_sequence_does_not_wrap_around():
+    ids = np.zeros((70_000, 1, 1), np.uint8)
+    assert RoutingDemandCollector().collect(batch_of(ids, [70_000], num_experts=1)).tokens_LE.tolist() == [[70_000]]
+
+
+def test_duplicate_ids_in_a_row_count_twice():
+    ids = np.array([[[3, 3, 5]]], np.uint8)
+    assert RoutingDemandCollector().collect(batch_of(ids, [1], num_experts=6)).tokens_LE.tolist() == [[0, 0, 0, 2, 0, 1]]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32])
+def test_an_id_beyond_the_experts_names_its_place(dtype):
+    ids = np.zeros((5, 2, 2), dtype)
+    ids[4, 1, 0] = 9
+    with pytest.raises(TraceError, match=r"sequence 1, row 1, layer 1: expert id 9 is not below num_experts=8"):
+        RoutingDemandCollector().collect(batch_of(ids, [3, 2], num_experts=8))
+
+
+def test_a_negative_id_without_a_mask_says_what_to_do():
+    ids = np.array([[[0]], [[-1]]], np.int32)
+    with pytest.raises(TraceError, match=r"sequence 0, row 1, layer 0: expert id -1 is negative: mark rows"):
+        RoutingDemandCollector().collect(batch_of(ids, [2], num_experts=2))
+
+
+def test_a_sequence_without_routes_gets_the_window_s_mean():
+    ids = np.array([[[0]], [[0]], [[0]], [[1]]], np.uint8)
+    demand = RoutingDemandCollector().collect(batch_of(ids, [4, 0], num_experts=2, tokens=[5, 8]))
+    assert demand.tokens_SLE.tolist() == [[[3, 1]], [[6, 2]]]
+    assert demand.estimated_S.tolist() == [False, True]
+
+
+def test_no_routes_at_all_is_an_error_that_names_the_engine():
+    with pytest.raises(TraceError, match=r"none of the 2 sequences .* rollout engine returns routed experts"):
+        RoutingDemandCollector().collect(batch_of(np.zeros((0, 1, 1), np.uint8), [0, 0], num_experts=2, tokens=[5, 8]))
+
+
+def test_demand_starts_over():
+    collector = RoutingDemandCollector(num_experts=2)
+    collector.add(np.zeros((1, 1, 1), np.uint8), num_tokens=2)
+    collector.demand()
+    with pytest.raises(TraceError, match="no sequence was added"):
+        collector.demand()
+
+
+def test_sequences_of_different_models_are_refused():
+    collector = RoutingDemandCollector(num_experts=2)
+    collector.add(np.zeros((1, 1, 1), np.uint8), num_tokens=2)
+    with pytest.raises(TraceError, match="sequence 1 records 2 layers"):
+        collector.add(np.zeros((1, 2, 1), np.uint8), num_tokens=2)
+
+
+@pytest.mark.parametrize("options", [{"min_coverage": 1.5}, {"num_threads": -1}])
+def test_options_out_of_range_are_refused(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        RoutingDemandCollector(**options)

@@ -1,0 +1,180 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from routepack.cli import app, main
+from routepack.trace import load_plan, load_window, save_demand, save_trace
+from routepack.types import RolloutBatch
+
+PLAN = str(Path(__file__).parents[1] / "configs/plan.yaml")
+FIRST_FIT = str(Path(__file__).parents[1] / "configs/first_fit.yaml")
+SMALL = ["topology.data_parallel_degree=2", "topology.expert_parallel_degree=2", "packer.max_tokens=64", "num_proposals=2000"]
+
+
+@pytest.fixture
+def routepack(capsys):
+    """Run the command in this process: (exit code, stdout, stderr)."""
+
+    def run(*args: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main(lambda: app([str(arg) for arg in args], prog_name="routepack"))
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return stop.value.code, out, err
+
+    return run
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return write_trace(tmp_path / "trace.safetensors")
+
+
+def write_trace(path, *, lengths=None, experts=8, ids=None, rows=None, valid=None):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(4, 40, 24) if lengths is None else np.asarray(lengths)
+    rows = lengths - 1 if rows is None else np.asarray(rows)
+    if ids is None:
+        ids = np.argsort(rng.random((rows.sum(), 3, experts)), axis=-1)[..., :2]
+    batch = RolloutBatch(
+        routed_experts_TLK=np.asarray(ids, np.int32),
+        cu_seqlens=np.concatenate([[0], np.cumsum(rows)]),
+        num_tokens_S=lengths,
+        num_experts=experts,
+        valid_T=valid,
+    )
+    save_trace(batch, path)
+    return path
+
+
+def planned(routepack, trace, *extra):
+    out = trace.parent / "plan.safetensors"
+    code, stdout, _ = routepack("plan", PLAN, f"trace={trace}", f"out={out}", *SMALL, *extra)
+    assert code == 0
+    return out, stdout
+
+
+def test_plan_shows_baseline_plan_and_bound_and_writes_the_plan(routepack, trace):
+    out, stdout = planned(routepack, trace)
+    plan = load_plan(out)
+    for figure in (plan.baseline_value, plan.value, plan.bound):
+        assert f"{figure:.4f}" in stdout
+    assert "certified" in stdout
+
+
+def test_plan_json_holds_the_plan_s_figures(routepack, trace):
+    out, stdout = planned(routepack, trace, "--json")
+    figures, plan = json.loads(stdout), load_plan(out)
+    assert (figures["value"], figures["bound"], figures["digest"]) == (plan.value, plan.bound, plan.digest)
+
+
+def test_a_demand_gives_the_same_plan_as_its_trace(routepack, trace, tmp_path):
+    from routepack.components.collector import RoutingDemandCollector
+
+    save_demand(RoutingDemandCollector().collect(load_window(trace)), tmp_path / "demand.safetensors")
+    first = load_plan(planned(routepack, trace)[0])
+    again = load_plan(planned(routepack, tmp_path / "demand.safetensors")[0])
+    assert first.digest == again.digest
+
+
+def test_the_first_fit_overlay_switches_planning_off(routepack, trace):
+    plan = load_plan(planned(routepack, trace, FIRST_FIT)[0])
+    assert plan.value == plan.baseline_value
+    assert (plan.placement.physical_to_logical_LP == np.arange(8)).all()
+
+
+def test_verify_accepts_a_plan(routepack, trace):
+    out, _ = planned(routepack, trace)
+    code, stdout, _ = routepack("verify", out, trace)
+    assert (code, "accepted" in stdout) == (0, True)
+
+
+@pytest.mark.parametrize("tensor", ["cell_of_sequence", "physical_to_logical", "length", "order"])
+def test_verify_rejects_a_plan_after_any_change(routepack, trace, tensor):
+    out, _ = planned(routepack, trace)
+    tensors = load_file(out)
+    flat = tensors[tensor].reshape(-1)
+    other = 1 + int(np.argmax(flat[1:] != flat[0]))
+    flat[[0, other]] = flat[[other, 0]]
+    from safetensors import safe_open
+
+    with safe_open(out, "np") as file:
+        save_file(tensors, out, metadata=file.metadata())
+    code, _, err = routepack("verify", out, trace)
+    assert code == 1
+    assert "rejected" in err or "order_S" in err or "empty" in err
+
+
+def test_verify_rejects_another_trace(routepack, trace, tmp_path):
+    out, _ = planned(routepack, trace)
+    other = write_trace(tmp_path / "other.safetensors", lengths=np.arange(5, 29))
+    assert routepack("verify", out, other)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["packer.max_tokens=8"], r"packer.max_tokens=8 is shorter than sequence"),
+        (["topology.data_parallel_degree=32"], "topology.data_parallel_degree=32"),
+        (["topology.data_parallel_degree=3", "topology.expert_parallel_degree=3"], "does not divide the 8 experts"),
+        (["topology.expert_parallel_degree=3"], "does not divide the 2 ranks"),
+        (["packer.max_token=9"], "packer.max_token is no option of AttentionAwarePacker: did you mean max_tokens?"),
+        (["packer._target_=routepack.ExpertRerouter"], "is not a Packer"),
+        (["sync=sometimes"], "sync='sometimes' is unknown"),
+        (["seed=x"], "seed='x'"),
+        (["num_proposals=0"], "num_proposals=0"),
+        (["trace=absent.safetensors"], "absent.safetensors cannot be read"),
+    ],
+)
+def test_wrong_options_end_with_1_and_write_nothing(routepack, trace, options, message):
+    out = trace.parent / "plan.safetensors"
+    code, _, err = routepack("plan", PLAN, f"trace={trace}", f"out={out}", *SMALL, *options)
+    assert code == 1
+    assert message in err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("window", "message"),
+    [
+        ({"ids": np.full((69, 3, 2), 8), "lengths": [24, 24, 24]}, "expert id 8 is not below num_experts=8"),
+        ({"ids": np.full((69, 3, 2), -1), "lengths": [24, 24, 24]}, "is negative: mark rows"),
+    ],
+)
+def test_wrong_ids_end_with_1_and_write_nothing(routepack, tmp_path, window, message):
+    trace = write_trace(tmp_path / "t.safetensors", **window)
+    out = tmp_path / "plan.safetensors"
+    code, _, err = routepack("plan", PLAN, f"trace={trace}", f"out={out}", *SMALL)
+    assert (code, out.exists()) == (1, False)
+    assert message in err
+
+
+def test_rows_that_match_no_sequence_end_with_1(routepack, tmp_path):
+    trace = write_trace(tmp_path / "t.safetensors", lengths=[24, 24, 24])
+    tensors = load_file(trace)
+    tensors["num_tokens"][1] = 30
+    save_file(tensors, trace, metadata={"format": "routepack.trace/1", "num_experts": "8"})
+    code, _, err = routepack("plan", PLAN, f"trace={trace}", f"out={tmp_path / 'p'}", *SMALL)
+    assert code == 1
+    assert "sequence 1 has 23 recorded rows for 30 tokens" in err
+
+
+def test_a_truncated_trace_ends_with_1(routepack, trace):
+    trace.write_bytes(trace.read_bytes()[:-100])
+    code, _, err = routepack("plan", PLAN, f"trace={trace}", f"out={trace.parent / 'p'}", *SMALL)
+    assert (code, "truncated" in err) == (1, True)
+
+
+def test_wrong_usage_ends_with_2(routepack):
+    assert routepack("plan")[0] == 2
+    assert routepack("nothing")[0] == 2
+    assert routepack("verify", "one")[0] == 2
+
+
+def test_check_resolves_a_config(routepack, trace):
+    code, stdout, _ = routepack("check", PLAN, f"trace={trace}")
+    assert code == 0
+    assert "max_tokens: 16384" in stdout

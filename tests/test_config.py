@@ -1,0 +1,110 @@
+from dataclasses import dataclass
+
+import pytest
+
+from routepack.components.collector import RoutingDemandCollector
+from routepack.config import build, check_keys, load
+from routepack.errors import ConfigError
+
+
+@dataclass(kw_only=True)
+class Base:
+    cap: int = 8
+
+
+@dataclass(kw_only=True)
+class Left(Base):
+    left_only: float = 1.0
+
+
+@dataclass(kw_only=True)
+class Right(Base):
+    right_only: str = "r"
+
+    def __post_init__(self):
+        if self.cap < 1:
+            raise ConfigError(f"part.cap={self.cap} must be at least 1.")
+
+
+LEFT, RIGHT = (f"{__name__}.{name}" for name in ("Left", "Right"))
+
+
+def config_of(tmp_path, text, *overrides):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return load([path], overrides)
+
+
+def test_later_files_and_overrides_win(tmp_path):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("part: {cap: 1}\nseed: 1\n")
+    second.write_text("seed: 2\n")
+    config = load([first, second], ["part.cap=3"])
+    assert (config.part.cap, config.seed) == (3, 2)
+
+
+@pytest.mark.parametrize("how", ["file", "override"])
+def test_a_new_target_drops_the_old_options_but_keeps_inherited_ones(tmp_path, how):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text(f"part: {{_target_: {LEFT}, cap: 5, left_only: 2.0}}\n")
+    second.write_text(f"part: {{_target_: {RIGHT}}}\n")
+    config = load([first, second]) if how == "file" else load([first], [f"part._target_={RIGHT}"])
+    assert build(config, "part", base=Base) == Right(cap=5)
+
+
+def test_build_checks_types_and_names_the_option(tmp_path):
+    config = config_of(tmp_path, f"part: {{_target_: {LEFT}, cap: many}}")
+    with pytest.raises(ConfigError, match=r"part\.cap='many'"):
+        build(config, "part", base=Base)
+
+
+def test_build_rejects_an_unknown_option_and_suggests_the_nearest(tmp_path):
+    config = config_of(tmp_path, f"part: {{_target_: {LEFT}, cop: 2}}")
+    with pytest.raises(ConfigError, match=r"part\.cop is no option of Left: did you mean cap\?.*left_only"):
+        build(config, "part", base=Base)
+
+
+def test_build_rejects_a_target_of_another_kind(tmp_path):
+    config = config_of(tmp_path, f"part: {{_target_: {LEFT}}}")
+    with pytest.raises(ConfigError, match="is not a RoutingDemandCollector"):
+        build(config, "part", base=RoutingDemandCollector)
+
+
+@pytest.mark.parametrize("target", ["nowhere.Thing", "Left", "routepack.types.Nothing", "''"])
+def test_build_rejects_a_target_that_cannot_be_imported(tmp_path, target):
+    config = config_of(tmp_path, f"part: {{_target_: {target}}}")
+    with pytest.raises(ConfigError, match=r"part\._target_"):
+        build(config, "part", base=Base)
+
+
+def test_a_component_s_own_error_passes_through(tmp_path):
+    config = config_of(tmp_path, f"part: {{_target_: {RIGHT}, cap: 0}}")
+    with pytest.raises(ConfigError, match=r"part\.cap=0 must be at least 1"):
+        build(config, "part", base=Base)
+
+
+def test_a_value_left_open_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"part\.cap is not set"):
+        build(config_of(tmp_path, "part: {cap: '???'}"), "part", base=Base)
+
+
+@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "a: ]"])
+def test_a_broken_file_is_a_config_error(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        config_of(tmp_path, text)
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", "a..b=1"])
+def test_a_malformed_override_is_a_config_error(override):
+    with pytest.raises(ConfigError, match="key=value"):
+        load([], [override])
+
+
+def test_a_missing_file_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read"):
+        load([tmp_path / "none.yaml"])
+
+
+def test_check_keys_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"sede is no option of this config: did you mean seed\?"):
+        check_keys(["sede"], ["seed", "trace"])
