@@ -65,10 +65,11 @@ def plan_bounds(
     """Bounds of a whole window, in the unit of the rates.
 
     Returns:
+        ``attention`` and ``expert``, which add up to the largest valid bound; and the ideals kept apart:
         ``force_balanced``: every rank does the mean. ``no_replication``: attention even, but whole experts on
-        ranks (what value / bound is quoted against on the bench). ``longest_sequence``: experts even, but
-        whole sequences in cells. ``bound``: both, the largest valid one. Each holds for every ``sync``, since
-        joining more ranks only raises a value; under ``layer`` sequences may raise it further.
+        ranks (what value / bound is quoted against on the bench). ``whole_sequences``: experts even, but whole
+        sequences in cells. Each holds for every ``sync``, since joining more ranks only raises a value; under
+        ``layer`` the attention bound may be higher than under the others.
 
     """
     groups, ranks = num_packed_groups(topology), topology.expert_parallel_degree
@@ -80,13 +81,14 @@ def plan_bounds(
     if sync == "layer":
         attention = max(attention, _whole_sequences(cost_SI, demand.length_S, topology.data_parallel_degree, max_tokens))
     return {
+        "attention": attention,
+        "expert": expert,
         "force_balanced": even_attention + even_expert,
         "no_replication": even_attention + expert,
-        "longest_sequence": attention + even_expert,
-        "bound": attention + expert,
+        "whole_sequences": attention + even_expert,
     }
 
 
 def _whole_sequences(cost_SI: np.ndarray, length_S: np.ndarray, cells_per_unit: int, max_tokens: int) -> float:
-    stages = (attention_bound(cost_S, length_S, cells_per_unit=cells_per_unit, max_tokens=max_tokens) for cost_S in cost_SI.T)
-    return sum(stages)
+    limits = {"cells_per_unit": cells_per_unit, "max_tokens": max_tokens}
+    return sum(attention_bound(cost_S, length_S, **limits) for cost_S in cost_SI.T)

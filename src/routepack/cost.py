@@ -165,14 +165,11 @@ class Evaluation:
 
     @cached_property
     def terms(self) -> tuple[float, float]:
-        """(attention, expert): the two parts that add up to :attr:`value`."""
+        """(attention, expert) of the mean group, or of all ranks where ``sync=layer`` joins them; the rest is waiting."""
         if self.sync == "layer":
             return float(self.joined_attention_M.sum()), float(self.joined_expert_M.sum())
-        if self.sync == "microbatch":
-            slowest = np.arange(len(self.cost_MG)), self.cost_MG.argmax(axis=1)
-            return float(self.attention_MG[slowest].sum()), float(self.expert_MG[slowest].sum())
-        g = int(self.cost_G.argmax())
-        return float(self.attention_MG[:, g].sum()), float(self.expert_MG[:, g].sum())
+        groups = self.cost_MG.shape[1]
+        return float(self.attention_MG.sum()) / groups, float(self.expert_MG.sum()) / groups
 
     @property
     def value(self) -> float:
@@ -193,7 +190,7 @@ class Evaluation:
         return {
             f"{name}.attention": attention,
             f"{name}.expert": expert,
-            f"{name}.mean_group": float(self.cost_G.mean()),
+            f"{name}.waiting": max(0.0, self.value - attention - expert),
             f"{name}.largest_unit": float(self.cost_MG.max()),
             f"{name}.imbalance_mean": float(imbalance.mean()),
             f"{name}.imbalance_p95": float(np.percentile(imbalance, 95)),

@@ -29,8 +29,8 @@ class Planner:
     computed too. Same window, seed and ``num_proposals`` give the same plan, bit for bit, on any number of
     threads; a ``time_limit_seconds`` does not, and the plan's ``budget`` says which was used.
 
-    The search minimises what ``sync="step"`` waits for. Under ``microbatch`` and ``layer`` every packing and
-    placement it meets between two phases is priced by the true objective, and the best of them is kept.
+    The search minimises what ``sync="step"`` waits for. Under ``microbatch`` and ``layer`` the units it makes are
+    dealt again so that those of one microbatch cost alike, priced by the true objective, and the best kept.
     """
 
     topology: Topology
@@ -147,12 +147,27 @@ class _Search:
         for phase in range(self.phases):
             packing = self.packer.pack(self.problem(load_SRL, phase=phase, start=start))
             start = packing.cell_of_S
-            yield self.priced(placement, packing, load_SRL)
+            yield from self.dealt(self.priced(placement, packing, load_SRL), load_SRL)
             if self.rerouter.refines:
                 unit_of_S = packing.cell_of_S // cost.ranks_per_group(self.topology)
                 placement = self.rerouter.refine_placement(placement, self.demand, unit_of_S, self.topology)
                 load_SRL = self.load_of(placement)
-                yield self.priced(placement, packing, load_SRL)
+                yield from self.dealt(self.priced(placement, packing, load_SRL), load_SRL)
+
+    def dealt(self, candidate: _Candidate, load_SRL: np.ndarray):
+        """The candidate; where microbatches are waited for, also with its units dealt to them by falling cost."""
+        yield candidate
+        if self.planner.sync == "step":
+            return
+        # Any unit may be any microbatch of any group, and sorted units have the least sum of maxima.
+        width, cell_of_S = cost.ranks_per_group(self.topology), candidate.packing.cell_of_S
+        place_of_U = np.argsort(np.argsort(-candidate.evaluation.cost_MG.ravel(), kind="stable"))
+        packing = Packing(
+            cell_of_S=place_of_U[cell_of_S // width] * width + cell_of_S % width,
+            num_microbatches=candidate.packing.num_microbatches,
+            data_parallel_degree=candidate.packing.data_parallel_degree,
+        )
+        yield self.priced(candidate.placement, packing, load_SRL)
 
     def problem(self, load_SRL: np.ndarray, *, phase: int, start: np.ndarray | None) -> PackingProblem:
         """What the packer sees in one phase."""
@@ -210,7 +225,7 @@ class _Search:
             max_tokens=self.packer.max_tokens,
             sync=planner.sync,
             value=best.evaluation.value,
-            bound=limits["bound"],
+            bound=limits["attention"] + limits["expert"],
             baseline_value=baseline.evaluation.value,
             certificate=Certificate(
                 num_microbatches=rows, lower_bound=self.certificate.lower_bound, method=self.certificate.method

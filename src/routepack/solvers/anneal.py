@@ -156,16 +156,16 @@ def _temperatures(layout: Layout, rng: np.random.Generator) -> tuple[float, floa
     """Hot and cold, from the typical change of the energy by a feasible proposal."""
     changes = np.zeros(2000, dtype=np.int64)
     everyone = np.arange(len(layout.cell_of_S))
-    _run(layout, everyone, 40_000, 0.0, NEAR, _random_states(rng, 1)[0], changes)
+    _run(layout, layout.cost_G(), everyone, 40_000, 0.0, NEAR, _random_states(rng, 1)[0], changes)
     changes = np.abs(changes[changes != 0])
     typical = float(np.median(changes)) if len(changes) else 1.0
     return HOT * typical, COLD * typical
 
 
-def _run(layout: Layout, members, num_proposals, temperature, near, state, changes=NOTHING) -> None:
+def _run(layout: Layout, cost_G, members, num_proposals, temperature, near, state, changes=NOTHING) -> None:
     kernels.anneal_domain(
         layout.load_SRL, layout.length_S, layout.cost_SI, layout.cell_of_S, layout.tokens_C, layout.count_C,
-        layout.cost_CI, layout.load_URL, layout.peak_U, layout.attention_U, layout.cost_G(), layout.expert,
+        layout.cost_CI, layout.load_URL, layout.peak_U, layout.attention_U, cost_G, layout.expert,
         layout.max_tokens, members, num_proposals, temperature, near, state, changes,
     )  # fmt: skip
 
@@ -182,7 +182,9 @@ def _round(layout: Layout, pool, num_proposals: int, temperature: float, rng: np
     members = [np.flatnonzero(domain_of_S == domain) for domain in range(domains)]
     shares = [num_proposals * len(some) // len(domain_of_S) for some in members]
     near = max(2, NEAR // domains)
-    tasks = zip(members, shares, _random_states(rng, domains), strict=True)
-    jobs = [pool.submit(_run, layout, some, share, temperature, near, state) for some, share, state in tasks]
+    # Every domain sees the other groups' costs as they were when the round began, however the threads run.
+    costs = [layout.cost_G() for _ in range(domains)]
+    tasks = zip(costs, members, shares, _random_states(rng, domains), strict=True)
+    jobs = [pool.submit(_run, layout, *task[:3], temperature, near, task[3]) for task in tasks]
     for job in jobs:
         job.result()
