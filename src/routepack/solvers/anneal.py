@@ -60,6 +60,8 @@ class Layout:
         self.order_S = np.argsort(-length_S, kind="stable")
         with_nobody = np.append(self.order_S, 0)
         self.length_S, self.load_SRL, self.cost_SI = length_S[with_nobody], load_SRL[with_nobody], weights.cost_SI[with_nobody]
+        # Kernels are compiled for this one layout in memory.
+        self.load_SRL = np.ascontiguousarray(self.load_SRL, dtype=np.int32)
         for per_sequence in (self.length_S, self.load_SRL, self.cost_SI):
             per_sequence[-1] = 0
         self.expert, self.max_tokens = np.int64(weights.expert), np.int64(max_tokens)

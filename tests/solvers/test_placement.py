@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from routepack.bounds import placement_bound
+from routepack.solvers.placement import balanced_ranks, keep_in_place, refine_ranks, slots_of_ranks
+
+
+def rank_loads(tokens_LE, rank_of_LE, ranks):
+    return np.stack([np.where(rank_of_LE == r, tokens_LE, 0).sum(axis=1) for r in range(ranks)], axis=1)
+
+
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 8]))
+def test_balanced_ranks_hold_equally_many_experts(seed, ranks):
+    tokens_LE = np.random.default_rng(seed).integers(0, 1000, (3, 16))
+    rank_of_LE = balanced_ranks(tokens_LE, ranks)
+    assert (np.stack([(rank_of_LE == r).sum(axis=1) for r in range(ranks)]) == 16 // ranks).all()
+
+
+def test_balanced_ranks_come_close_to_the_bound():
+    tokens_LE = (np.random.default_rng(0).lognormal(0, 0.9, (8, 128)) * 1000).astype(np.int64)
+    fullest_L = rank_loads(tokens_LE, balanced_ranks(tokens_LE, 8), 8).max(axis=1)
+    assert (fullest_L / placement_bound(tokens_LE, 8)).max() < 1.001
+
+
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 4]))
+def test_refining_never_raises_what_the_units_wait_for(seed, ranks):
+    rng = np.random.default_rng(seed)
+    load_LEU = rng.integers(0, 1000, (2, 8, 5)).astype(np.int32)
+    before = balanced_ranks(load_LEU.sum(axis=2), ranks)
+    after = refine_ranks(load_LEU, before, ranks)
+
+    def waited(rank_of_LE):
+        return sum(rank_loads(load_LEU[:, :, u], rank_of_LE, ranks).max(axis=1).sum() for u in range(5))
+
+    assert waited(after) <= waited(before)
+    assert (np.sort(after, axis=1) == np.sort(before, axis=1)).all()
+
+
+def test_refining_sees_units_that_the_window_total_hides():
+    # Both placements are even over the window; only one is even in each unit.
+    load_LEU = np.array([[[8, 0], [8, 0], [0, 8], [0, 8]]], dtype=np.int32)
+    uneven = np.array([[0, 0, 1, 1]])
+    assert refine_ranks(load_LEU, uneven, 2)[0, :2].tolist() in ([0, 1], [1, 0])
+
+
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 8]))
+def test_kept_placement_holds_the_same_experts_together(seed, ranks):
+    rng = np.random.default_rng(seed)
+    new, old = rng.permutation(8)[None], rng.permutation(8)[None]
+    kept = keep_in_place(new, old, ranks)
+    together = {frozenset(held) for held in new.reshape(ranks, -1).tolist()}
+    assert {frozenset(held) for held in kept.reshape(ranks, -1).tolist()} == together
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_renumbered_ranks_move_nothing(ranks):
+    old = np.random.default_rng(0).permutation(8)[None]
+    renumbered = old.reshape(ranks, -1)[::-1, ::-1].reshape(1, -1)
+    assert (keep_in_place(renumbered, old, ranks) == old).all()
+
+
+def test_slots_list_the_experts_of_each_rank():
+    assert slots_of_ranks(np.array([[1, 0, 1, 0]])).tolist() == [[1, 3, 0, 2]]

@@ -1,0 +1,132 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from routepack.components.packer import AttentionAwarePacker
+from routepack.components.rerouter import ExpertRerouter
+from routepack.cost import CostModel
+from routepack.planner import Planner
+from routepack.testing import synthetic_demand
+from routepack.types import SYNCS, Certificate, ExpertPlacement, Packing, RoutingDemand, Topology
+from routepack.verification import verify
+
+DEMAND = synthetic_demand(num_sequences=48, max_length=256)
+
+
+def planned(**options):
+    options = {"sync": "step", "num_proposals": 5000, "packer": AttentionAwarePacker(max_tokens=400)} | options
+    topology = options.pop("topology", Topology(data_parallel_degree=4, expert_parallel_degree=2))
+    demand = options.pop("demand", DEMAND)
+    return Planner(topology=topology, **options).plan(demand)
+
+
+PLAN = planned()
+
+
+def with_digest(plan, **changes):
+    """A plan changed by someone who also renewed its digest."""
+    return replace(plan, digest="", **changes)
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("degrees", [(4, 2, 1), (4, 1, 1), (4, 4, 1), (4, 4, 2), (4, 1, 2), (1, 1, 1)])
+def test_plans_are_accepted(sync, degrees):
+    data, expert, model = degrees
+    topology = Topology(data_parallel_degree=data, expert_parallel_degree=expert, model_parallel_degree=model)
+    assert verify(planned(sync=sync, topology=topology), DEMAND) == []
+
+
+@pytest.mark.parametrize("model", ["qwen3_30b_a3b", "gpt_oss_20b"])
+def test_plans_in_seconds_are_accepted(model):
+    assert verify(planned(cost_model=CostModel.for_model(model)), DEMAND) == []
+
+
+@pytest.mark.parametrize("renew", [False, True])
+def test_any_one_changed_cell_is_rejected(renew):
+    for s in range(DEMAND.num_sequences):
+        cell_of_S = PLAN.packing.cell_of_S.copy()
+        cell_of_S[s] = (cell_of_S[s] + 1) % PLAN.packing.num_cells
+        if np.bincount(cell_of_S, minlength=PLAN.packing.num_cells).min() == 0:
+            continue
+        packing = Packing(cell_of_S=cell_of_S, num_microbatches=PLAN.num_microbatches, data_parallel_degree=4)
+        change = with_digest if renew else replace
+        assert verify(change(PLAN, packing=packing), DEMAND), s
+
+
+@pytest.mark.parametrize("renew", [False, True])
+def test_any_two_swapped_slots_of_different_ranks_are_rejected(renew):
+    for layer in range(DEMAND.num_layers):
+        for slot in range(8):
+            slots_LP = PLAN.placement.physical_to_logical_LP.copy()
+            slots_LP[layer, [slot, slot + 8]] = slots_LP[layer, [slot + 8, slot]]
+            change = with_digest if renew else replace
+            assert verify(change(PLAN, placement=ExpertPlacement(physical_to_logical_LP=slots_LP)), DEMAND)
+
+
+def test_two_swapped_slots_of_one_rank_are_rejected_by_the_digest():
+    slots_LP = PLAN.placement.physical_to_logical_LP.copy()
+    slots_LP[0, [0, 1]] = slots_LP[0, [1, 0]]
+    assert verify(replace(PLAN, placement=ExpertPlacement(physical_to_logical_LP=slots_LP)), DEMAND)
+
+
+@pytest.mark.parametrize("renew", [False, True])
+def test_any_one_changed_length_is_rejected(renew):
+    for s in range(DEMAND.num_sequences):
+        length_S = PLAN.length_S.copy()
+        length_S[s] += 1
+        change = with_digest if renew else replace
+        assert verify(change(PLAN, length_S=length_S), DEMAND), s
+
+
+def test_another_window_is_rejected():
+    length_S = DEMAND.length_S.copy()
+    length_S[0] += 1
+    other = RoutingDemand(tokens_SLE=DEMAND.tokens_SLE, length_S=length_S, top_k=DEMAND.top_k)
+    problems = verify(PLAN, other)
+    assert any("sequence 0 has" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"value": PLAN.value * 0.999}, "is worth"),
+        ({"baseline_value": PLAN.baseline_value * 1.01}, "first-fit packing are worth"),
+        ({"baseline_value": PLAN.value * 0.99}, "worse than its baseline"),
+        ({"bound": PLAN.bound * 1.0001}, "can be proven"),
+        ({"sync": "layer"}, "is worth"),
+        ({"max_tokens": 300}, "above the cap of 300"),
+        ({"cost": dict(PLAN.cost) | {"expert": PLAN.cost["expert"] * 1.001}}, "not its share"),
+        ({"cost": {}}, "does not keep the rates"),
+        ({"certificate": Certificate(num_microbatches=99, lower_bound=99, method="L2")}, "claimed to be needed"),
+        ({"certificate": Certificate(num_microbatches=99, lower_bound=1, method="L2")}, "does not fit"),
+    ],
+)
+def test_each_false_claim_is_named(change, message):
+    problems = verify(with_digest(PLAN, **change), DEMAND)
+    assert any(message in problem for problem in problems), problems
+
+
+def test_a_plan_of_other_shapes_is_rejected_without_pricing():
+    other = synthetic_demand(num_sequences=40, max_length=256, num_layers=2)
+    assert any("packs 48 sequences" in problem for problem in verify(PLAN, other))
+
+
+def test_the_checker_shares_no_code_with_the_planner():
+    import ast
+    import inspect
+
+    import routepack.verification
+
+    tree = ast.parse(inspect.getsource(routepack.verification))
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name for name in imported if name.startswith("routepack")} == {"routepack.types"}
+
+
+def test_a_cell_filled_to_the_cap_is_legal():
+    tokens_SLE = np.full((4, 1, 2), 5)
+    demand = RoutingDemand(tokens_SLE=tokens_SLE, length_S=[10] * 4, top_k=1)
+    topology = Topology(data_parallel_degree=2, expert_parallel_degree=2)
+    plan = planned(packer=AttentionAwarePacker(max_tokens=20), topology=topology, rerouter=ExpertRerouter(), demand=demand)
+    assert plan.num_microbatches == 1
+    assert verify(plan, demand) == []
