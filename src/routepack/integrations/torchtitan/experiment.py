@@ -187,7 +187,7 @@ def _trainer_settings(config: DictConfig, planner: Planner) -> TrainerSettings:
 
 
 def _folder(config: DictConfig) -> Path:
-    if "out" not in config or OmegaConf.is_missing(config, "out"):
+    if OmegaConf.is_missing(config, "out") or config.get("out") is None:
         raise ConfigError("out is not set: name a folder for the results, as in out=runs/tiny_rl.")
     folder = Path(str(config["out"]))
     if folder.exists() and not folder.is_dir():
@@ -213,8 +213,8 @@ def _check_fit(experiment: Experiment) -> None:
     smallest = min(rollout.num_sequences, experiment.warmup.batch_size)
     if smallest < experiment.num_ranks:
         raise ConfigError(
-            f"{smallest} sequences a step are fewer than topology.data_parallel_degree={experiment.num_ranks}: every rank needs "
-            "one: raise rollout.prompts_per_step or warmup.batch_size."
+            f"{smallest} sequences a step are fewer than topology.data_parallel_degree={experiment.num_ranks}, and every rank "
+            "needs one: raise rollout.prompts_per_step or warmup.batch_size."
         )
 
 

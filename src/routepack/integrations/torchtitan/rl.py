@@ -170,8 +170,8 @@ class Clock:
 
 def window_figures(batch: RolloutBatch) -> dict[str, float]:
     """``reward``, lengths, and how far the trainer's log-probabilities under replay lie from the sampler's."""
-    trained_N = batch.token_fields["loss_mask"]
-    apart_N = np.abs(batch.token_fields["logprobs_old"] - batch.token_fields["logprobs"])[trained_N]
+    sampled_N = batch.token_fields["logprobs"] != 0
+    apart_N = np.abs(batch.token_fields["logprobs_old"] - batch.token_fields["logprobs"])[sampled_N]
     return {
         "reward": float(batch.sequence_fields["rewards"].mean()),
         "tokens": float(batch.num_tokens_S.sum()),

@@ -65,25 +65,30 @@ class CountingTask(Task):
     """Count from one symbol to another in one of several alphabets, then stop: ``COUNT c g :`` asks for ``c d e f g END``.
 
     Answers are log-uniform in length, from one symbol to a hundred, and each alphabet has symbols of its own, so
-    sequences are very unequal and experts specialise. The reward is the share of the answer, end token included,
-    that is right before the first mistake.
+    sequences are very unequal and experts specialise. Part of the reward is the share of the answer, end token included,
+    that is right before the first mistake; the rest needs the whole answer, so that stopping in time pays in long counts too.
 
-    >>> task = CountingTask(alphabet_sizes=[5])
+    >>> task = CountingTask(alphabet_sizes=[5], max_answer_symbols=5)
     >>> prompt = Prompt(token_ids=np.asarray([1, 4, 6, 2]), answer=np.asarray([4, 5, 6, 0]))
     >>> task.grade(prompt, np.asarray([4, 5, 7, 0]))
-    Grade(reward=0.5, num_judged=3)
+    Grade(reward=0.25, num_judged=3)
+    >>> task.grade(prompt, np.asarray([4, 5, 6, 0]))
+    Grade(reward=1.0, num_judged=4)
     """
 
     COUNT = 1
     COLON = 2
     FIRST_SYMBOL = 3
+    MAX_STUTTERS = 8
 
     alphabet_sizes: list[int]
     """Symbols of each alphabet."""
     max_answer_symbols: int = 96
     """The longest count."""
-    break_off_probability: float = 0.08
-    """Demonstrations are careless: after each symbol they stop too early with this probability."""
+    exact_share: float = 0.5
+    """The part of the reward that only the whole answer earns."""
+    stutter_probability: float = 0.08
+    """Demonstrations are careless: they say a symbol twice with this probability, but at most ``MAX_STUTTERS`` times."""
 
     def __post_init__(self) -> None:
         if not self.alphabet_sizes or min(self.alphabet_sizes) < 1:
@@ -93,8 +98,10 @@ class CountingTask(Task):
                 f"task.max_answer_symbols={self.max_answer_symbols} must lie between 1 and the largest alphabet, "
                 f"{max(self.alphabet_sizes)} symbols."
             )
-        if not 0.0 <= self.break_off_probability < 1.0:
-            raise ConfigError(f"task.break_off_probability={self.break_off_probability} must lie in [0, 1).")
+        if not 0.0 <= self.exact_share <= 1.0:
+            raise ConfigError(f"task.exact_share={self.exact_share} must lie between 0 and 1.")
+        if not 0.0 <= self.stutter_probability <= 1.0:
+            raise ConfigError(f"task.stutter_probability={self.stutter_probability} must lie between 0 and 1.")
 
     @property
     def vocab_size(self) -> int:
@@ -117,18 +124,20 @@ class CountingTask(Task):
         return [self._prompt(int(length), rng) for length in lengths]
 
     def demonstration(self, prompt: Prompt, rng: np.random.Generator) -> np.ndarray:
-        """The answer, broken off early with ``break_off_probability`` after each symbol."""
+        """The answer, with symbols said twice here and there."""
         symbols = prompt.answer[:-1]
-        breaks = np.flatnonzero(rng.random(len(symbols) - 1) < self.break_off_probability)
-        kept = symbols[: breaks[0] + 1] if len(breaks) else symbols
-        return np.append(kept, self.end_token_id)
+        stutters = rng.random(len(symbols)) < self.stutter_probability
+        stutters &= np.cumsum(stutters) <= self.MAX_STUTTERS
+        return np.append(np.repeat(symbols, 1 + stutters), self.end_token_id)
 
     def grade(self, prompt: Prompt, response: np.ndarray) -> Grade:
-        """The share of the answer before the first mistake; judged up to and including that mistake."""
+        """By the share of the answer before the first mistake; judged up to and including that mistake."""
         compared = min(len(prompt.answer), len(response))
         wrong = np.flatnonzero(prompt.answer[:compared] != response[:compared])
         num_right = int(wrong[0]) if len(wrong) else compared
-        return Grade(reward=num_right / len(prompt.answer), num_judged=min(num_right + 1, len(response)))
+        graded = num_right / len(prompt.answer)
+        reward = (1.0 - self.exact_share) * graded + self.exact_share * (num_right == len(prompt.answer))
+        return Grade(reward=reward, num_judged=min(num_right + 1, len(response)))
 
     def _prompt(self, length: int, rng: np.random.Generator) -> Prompt:
         # Half of the counts use the smallest alphabet that holds them, so that small alphabets are not left to short counts.
