@@ -1,0 +1,246 @@
+"""From plain config values to TorchTitan's Trainer.Config, with everything checked before a process group starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import CommConfig, DebugConfig
+from torchtitan.config.override import OverrideConfig
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, SelectiveAC
+from torchtitan.protocols.model_spec import ModelSpec
+
+from routepack.errors import ConfigError
+from routepack.integrations.torchtitan.model import TrainedModel, num_experts_of
+
+_RECOMPUTE: dict[str, type[ActivationCheckpointing] | None] = {"none": None, "selective": SelectiveAC, "full": FullAC}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings:
+    """How to train: parallel degrees, optimizer and the rest of what TorchTitan's Trainer needs to know."""
+
+    data_parallel_shard_degree: int = -1
+    """Ranks that FSDP shards over; -1: all that data_parallel_replicate_degree leaves."""
+    data_parallel_replicate_degree: int = 1
+    """Copies of the sharded model (HSDP)."""
+    expert_parallel_degree: int = 1
+    """R, the ranks that share one copy of every layer's experts; divides data_parallel_shard_degree."""
+    learning_rate: float = 1e-3
+    """Constant after warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay of the first and second moment."""
+    epsilon: float = 1e-8
+    """AdamW's denominator is at least this."""
+    weight_decay: float = 0.1
+    """AdamW's decoupled decay."""
+    max_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises linearly."""
+    num_steps: int = 10_000
+    """TorchTitan's ``training.steps``; only its own loop ends there, ``update`` may be called on."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What FSDP casts parameters to for compute; they are kept and updated in float32."""
+    activation_checkpoint: Literal["none", "selective", "full"] = "none"
+    """What to recompute in the backward pass, as TorchTitan names it."""
+    pad_to_multiple_of: int = 1
+    """Microbatches are padded to a multiple of this many tokens."""
+    seed: int = 0
+    """Of the initial parameters; the same parameters whatever the parallel degrees."""
+    deterministic: bool = False
+    """Use deterministic algorithms only, or fail."""
+    dump_folder: str = "outputs"
+    """Where TensorBoard files and checkpoints go."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard scalars on rank 0."""
+    checkpoint_interval: int = 0
+    """Save weights, moments and placement every so many steps; 0: never."""
+    timeout_seconds: int = 300
+    """A collective that takes longer fails."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
+        for name in ("data_parallel_replicate_degree", "expert_parallel_degree", "pad_to_multiple_of", "timeout_seconds"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"trainer.{name}={getattr(self, name)} must be at least 1.")
+        if self.data_parallel_shard_degree != -1 and self.data_parallel_shard_degree < 1:
+            raise ConfigError(
+                f"trainer.data_parallel_shard_degree={self.data_parallel_shard_degree} must be at least 1, or -1."
+            )
+        if self.activation_checkpoint not in _RECOMPUTE:
+            raise ConfigError(
+                f"trainer.activation_checkpoint={self.activation_checkpoint!r} is unknown: choose {', '.join(_RECOMPUTE)}."
+            )
+        if self.param_dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"trainer.param_dtype={self.param_dtype!r} is unknown: choose float32 or bfloat16.")
+
+    def shard_degree(self, world_size: int, num_experts: int) -> int:
+        """The ranks that FSDP shards over. Raises ConfigError where the degrees do not fit the world or the experts."""
+        shard, replicate = self.data_parallel_shard_degree, self.data_parallel_replicate_degree
+        if shard == -1:
+            shard = max(world_size // replicate, 1)
+        if shard * replicate != world_size:
+            raise ConfigError(
+                f"trainer.data_parallel_shard_degree={shard} x data_parallel_replicate_degree={replicate} needs "
+                f"{shard * replicate} ranks; {world_size} were started: change a degree or start as many."
+            )
+        if shard % self.expert_parallel_degree:
+            raise ConfigError(
+                f"trainer.expert_parallel_degree={self.expert_parallel_degree} does not divide "
+                f"data_parallel_shard_degree={shard}: choose a divisor of {shard}."
+            )
+        if num_experts % self.expert_parallel_degree:
+            raise ConfigError(
+                f"trainer.expert_parallel_degree={self.expert_parallel_degree} does not divide the model's {num_experts} "
+                f"experts: choose a divisor of {num_experts}."
+            )
+        return shard
+
+
+class NoTokenizer(BaseTokenizer):
+    """Batches come as token ids; TorchTitan wants a tokenizer all the same."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        """Nothing to set."""
+
+    def __init__(self, config: Config, **kwargs: Any) -> None:
+        super().__init__()
+
+    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+        """Raises NotImplementedError."""
+        raise NotImplementedError("RoutePack trains on token ids.")
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        """Raises NotImplementedError."""
+        raise NotImplementedError("RoutePack trains on token ids.")
+
+    def get_vocab_size(self) -> int:
+        """Raises NotImplementedError."""
+        raise NotImplementedError("RoutePack trains on token ids.")
+
+
+class NoDataLoader(BaseDataLoader):
+    """Windows come through ``RoutePackTrainer.update``; TorchTitan's own loop finds no data and ends."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """Nothing to set."""
+
+    def __init__(self, config: Config, **kwargs: Any) -> None: ...
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        """No batch."""
+        return iter(())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to load."""
+
+
+class StepMetrics(MetricsProcessor):
+    """Keeps what TorchTitan's train step would print, for ``update`` to return."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        """As TorchTitan's."""
+
+    last: dict[str, float]
+
+    def should_log(self, step: int) -> bool:
+        """True: every step's figures are wanted."""
+        return True
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """Keep loss, gradient norm (before clipping) and learning rate."""
+        rate = next((float(value) for name, value in (extra_metrics or {}).items() if name.startswith("lr")), 0.0)
+        self.last = {"loss": global_avg_loss, "grad_norm": grad_norm, "learning_rate": rate}
+
+
+def config_fields(model: TrainedModel, settings: TrainerSettings) -> dict[str, Any]:
+    """The fields of a TorchTitan ``Trainer.Config``; raises ConfigError where they do not fit the ranks that were started."""
+    spec = model.model_spec()
+    shard_degree = settings.shard_degree(int(os.environ.get("WORLD_SIZE", "1")), num_experts_of(spec))
+    recompute = _RECOMPUTE[settings.activation_checkpoint]
+    return {
+        "model_spec": spec,
+        "loss": CrossEntropyLoss.Config(),
+        "tokenizer": NoTokenizer.Config(),
+        "dataloader": NoDataLoader.Config(),
+        "dump_folder": settings.dump_folder,
+        "metrics": StepMetrics.Config(enable_tensorboard=settings.enable_tensorboard, disable_color_printing=True),
+        "optimizer": default_adamw(
+            lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, weight_decay=settings.weight_decay
+        ),
+        # A decay to 1 times the rate is no decay, and unlike "no decay" it may go on past training.steps.
+        "lr_scheduler": LRSchedulersContainer.Config(warmup_steps=settings.warmup_steps, min_lr_factor=1.0),
+        "training": _training(settings, spec),
+        "parallelism": _parallelism(settings, shard_degree),
+        "checkpoint": _checkpoint(settings),
+        "activation_checkpoint": None if recompute is None else recompute.Config(),
+        "comm": CommConfig(init_timeout_seconds=settings.timeout_seconds, trace_buf_size=0),
+        "debug": DebugConfig(seed=settings.seed, deterministic=settings.deterministic, enable_structured_logging=False),
+        "override": OverrideConfig(imports=model.override_imports()),
+    }
+
+
+def _training(settings: TrainerSettings, spec: ModelSpec) -> TrainingConfig:
+    # TorchTitan cuts the table of rotary angles to seq_len, so this is what a sequence may have, not what a microbatch has.
+    return TrainingConfig(
+        local_batch_size=1,
+        seq_len=spec.model.max_seq_len,
+        max_norm=settings.max_norm,
+        steps=settings.num_steps,
+        disable_cuda_graphs=True,
+        mixed_precision_param=settings.param_dtype,
+    )
+
+
+def _parallelism(settings: TrainerSettings, shard_degree: int) -> ParallelismConfig:
+    # Under torch 2.13 TorchTitan's default backend cannot shard, and "full_dtensor" logs a loss that is too large.
+    return ParallelismConfig(
+        data_parallel_replicate_degree=settings.data_parallel_replicate_degree,
+        data_parallel_shard_degree=shard_degree,
+        expert_parallel_degree=settings.expert_parallel_degree,
+        spmd_backend="partial_dtensor",
+    )
+
+
+def _checkpoint(settings: TrainerSettings) -> CheckpointManager.Config:
+    if not settings.checkpoint_interval:
+        return CheckpointManager.Config(enable=False, initial_load_model_only=False)
+    return CheckpointManager.Config(
+        enable=True, interval=settings.checkpoint_interval, initial_load_model_only=False, last_save_model_only=False
+    )
+
+
+def start_alone() -> None:
+    """Start a process group of this process alone, unless a launcher prepared one: no port and no variables are needed."""
+    if "RANK" in os.environ or dist.is_initialized():
+        return
+    os.environ.setdefault("LOCAL_RANK", "0")
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

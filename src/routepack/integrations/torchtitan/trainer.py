@@ -1,0 +1,297 @@
+"""TorchTitan's Trainer, driven by plans: moves experts, replays routes, and normalises the loss over the whole window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.trainer import Trainer
+
+from routepack import distributed, materialize
+from routepack.arrays import digest_of
+from routepack.errors import PlanError, RoutePackError, TraceError
+from routepack.integrations.torchtitan import moves, overrides
+from routepack.integrations.torchtitan.losses import TokenLoss
+from routepack.integrations.torchtitan.model import TrainedModel, build_local_model, check_state, moe_layer_ids, num_experts_of
+from routepack.integrations.torchtitan.replayed import ReplayedMicrobatch, num_trained_tokens
+from routepack.integrations.torchtitan.settings import StepMetrics, TrainerSettings, config_fields, start_alone
+from routepack.materialize import Microbatch
+from routepack.planned import ExpertPlacement, Plan
+from routepack.recorded import RolloutBatch
+
+_REPLAYED = "routepack_microbatch"
+"""The key under which a microbatch travels through TorchTitan's train step."""
+
+
+class RoutePackTrainer(Trainer):
+    """A TorchTitan trainer whose optimizer steps follow a plan. Every method that takes a plan or a placement is collective.
+
+    Parameters are initialised from full tensors: TorchTitan on a CPU would give every rank the same shard.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """TorchTitan's, and what RoutePack adds."""
+
+        model: TrainedModel
+        """What model_spec was made from."""
+        pad_to_multiple_of: int = 1
+        """As TrainerSettings.pad_to_multiple_of."""
+
+    placement: ExpertPlacement
+    """Where the experts are now."""
+
+    def __init__(self, config: Config) -> None:
+        assert config.model_spec is not None
+        self.moe_layer_ids = moe_layer_ids(config.model_spec)
+        self.placement = ExpertPlacement.identity(len(self.moe_layer_ids), num_experts_of(config.model_spec))
+        self._microbatch: ReplayedMicrobatch | None = None
+        self._loss: TokenLoss | None = None
+        self._metric_sums: dict[str, Tensor] = {}
+        super().__init__(config)
+        initial = build_local_model(config.model, seed=config.debug.seed or 0)
+        self.load_full_state({name: parameter.detach() for name, parameter in initial.named_parameters()})
+
+    @classmethod
+    def from_settings(cls, *, model: TrainedModel, settings: TrainerSettings) -> RoutePackTrainer:
+        """Build the trainer on the ranks that a launcher started, or on this process alone.
+
+        Raises ConfigError, before any process group starts, where parallel degrees fit neither the ranks nor the experts.
+        """
+        config = cls.Config(model=model, pad_to_multiple_of=settings.pad_to_multiple_of, **config_fields(model, settings))
+        start_alone()
+        return cls(config)
+
+    @property
+    def model(self) -> Decoder:
+        """The model, sharded."""
+        return cast(Decoder, self.model_parts[0])
+
+    def init_distributed(self) -> ParallelDims:
+        """TorchTitan's meshes, on the process group that exists or on the one that TorchTitan starts."""
+        if not dist.is_initialized():
+            return super().init_distributed()
+        return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
+
+    def update(self, batch: RolloutBatch, plan: Plan, loss: TokenLoss) -> dict[str, float]:
+        """One optimizer step on a window: move experts as planned, then M microbatches, then AdamW.
+
+        Every rank passes the same batch, plan and loss. The sum of the losses is divided by all tokens of the window that
+        ``loss_mask`` trains, so packing and placement change neither the loss nor the gradient.
+
+        Returns:
+            ``loss``, ``grad_norm`` (before clipping), ``learning_rate``, ``trained_tokens``, ``num_microbatches``,
+            ``experts_moved``, and the loss's own metrics averaged over trained tokens. The same on every rank.
+
+        Raises:
+            PlanError: the plan fits neither the batch nor this trainer, or ranks hold different ones.
+            TraceError: the batch cannot be trained on, see :func:`routepack.materialize.microbatches`.
+        """
+        microbatches = self._agreed_microbatches(batch, plan)
+        trained_tokens = num_trained_tokens(batch)
+        experts_moved = self._move(plan.placement)
+        self._loss, self._metric_sums = loss, {}
+        self.gradient_accumulation_steps = len(microbatches)
+        self.step += 1
+        self.gc_handler.run(self.step)
+        self.train_step(self._inputs(microbatches))
+        if self.config.checkpoint.enable:
+            self.checkpointer.save(self.step)
+        counts = {"trained_tokens": trained_tokens, "num_microbatches": len(microbatches), "experts_moved": experts_moved}
+        figures = {**cast(StepMetrics, self.metrics_processor).last, **self._mean_metrics(trained_tokens), **counts}
+        return {name: float(value) for name, value in figures.items()}
+
+    def log_probabilities(self, batch: RolloutBatch, plan: Plan) -> np.ndarray:
+        """float32 [N]: the log-probability of every token given the earlier ones, under replay; 0 for first tokens.
+
+        Moves experts as planned first, so that the update that follows finds them in place. The same on every rank.
+        """
+        microbatches = self._agreed_microbatches(batch, plan)
+        self._move(plan.placement)
+        results = [self._forward_only(microbatch) for microbatch in microbatches]
+        # FSDP leaves the last layers gathered for a backward pass that does not come, and would miss a later load.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        logprobs_N = materialize.scatter_back(microbatches, results, int(batch.num_tokens_S.sum()))
+        return distributed.sum_over_ranks(torch.from_numpy(logprobs_N).to(self.device)).cpu().numpy()
+
+    def move_experts(self, placement: ExpertPlacement) -> int:
+        """Put the experts where *placement* says, weights and optimizer state; call it between optimizer steps.
+
+        Returns:
+            How many experts, over all layers, changed their EP rank.
+
+        Raises:
+            PlanError: the placement has other layers or experts than the model, or ranks hold different ones.
+        """
+        digest = digest_of(placement.physical_to_logical_LP)
+        distributed.agree(digest, "placement", error=self._placement_error(placement), device=self.device)
+        return self._move(placement)
+
+    def logical_state_dict(self) -> dict[str, Tensor]:
+        """Full parameters by name, experts in logical order, on every rank: for ``model.load_full_state``. Collective."""
+        logical_LE = self._slots(self.placement.logical_to_physical_LE)
+        return {name: _full(p)[logical_LE[name]] if name in logical_LE else _full(p) for name, p in self._named_parameters()}
+
+    @torch.no_grad()
+    def load_full_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take full parameters in logical order, as :meth:`logical_state_dict` gives them; optimizer state stays.
+
+        Every rank passes the same. Raises ConfigError where names or shapes differ.
+        """
+        check_state(dict(self._named_parameters()), state)
+        physical_LP = self._slots(self.placement.physical_to_logical_LP)
+        for name, parameter in self._named_parameters():
+            full = state[name].to(self.device)
+            full = full[physical_LP[name]] if name in physical_LP else full
+            if isinstance(parameter, DTensor):
+                parameter.to_local().copy_(moves.ShardLayout.of(parameter).local(full))
+            else:
+                parameter.copy_(full)
+
+    def state_dict(self) -> dict[str, Any]:
+        """TorchTitan's training state and the placement that the saved weights and moments are in."""
+        slots_LP = torch.from_numpy(self.placement.physical_to_logical_LP.astype(np.int64))
+        return {**super().state_dict(), "physical_to_logical_LP": slots_LP}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take training state and placement; weights and moments are loaded beside it, already in that placement."""
+        super().load_state_dict(state_dict)
+        self._set_placement(ExpertPlacement(physical_to_logical_LP=state_dict["physical_to_logical_LP"]))
+
+    def post_dataloading_process(self, input_dict: dict[str, Any], labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """TorchTitan's hook before the forward: takes RoutePack's microbatch out and sets its routes for replay."""
+        self._microbatch = input_dict.pop(_REPLAYED, None)
+        overrides.set_replay(self.model, None if self._microbatch is None else self._microbatch.routed_experts_1nLK)
+        return super().post_dataloading_process(input_dict, labels)
+
+    def normalized(self, loss_n: Tensor, loss_mask_n: Tensor, trained_tokens: Tensor) -> Tensor:
+        """This microbatch's share of the window's loss: its sum over trained tokens / trained tokens of the whole window."""
+        return (loss_n * loss_mask_n).sum() / trained_tokens
+
+    def _forward_backward_body(
+        self, inputs: Tensor, labels: Tensor, global_valid_tokens: Tensor, extra_kwargs: dict[str, Any]
+    ) -> Tensor:
+        microbatch, token_loss = self._microbatch, self._loss
+        if microbatch is None or token_loss is None:
+            return super()._forward_backward_body(inputs, labels, global_valid_tokens, extra_kwargs)
+        with self.train_context():
+            logprobs_n = self._logprobs(inputs, extra_kwargs, microbatch.targets_n)
+            logprobs_n = torch.where(microbatch.loss_mask_n.bool(), logprobs_n, torch.zeros_like(logprobs_n))
+            loss_n = token_loss(logprobs_n, microbatch.fields)
+            loss = self.normalized(loss_n, microbatch.loss_mask_n, global_valid_tokens)
+            loss.backward()
+        self._add_metrics(token_loss, logprobs_n.detach(), microbatch)
+        overrides.set_replay(self.model, None)
+        return loss
+
+    def _logprobs(self, inputs: Tensor, extra_kwargs: dict[str, Any], targets_n: Tensor) -> Tensor:
+        logits_nV = self.model(inputs, **extra_kwargs)[0].float()
+        return -F.cross_entropy(logits_nV, targets_n, reduction="none")
+
+    @torch.no_grad()
+    def _forward_only(self, microbatch: Microbatch) -> np.ndarray:
+        input_dict, labels = self._input(microbatch)
+        input_dict = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in input_dict.items()}
+        inputs, _, extra_kwargs = self.post_dataloading_process(input_dict, labels)
+        assert self._microbatch is not None
+        with self.train_context():
+            logprobs_n = self._logprobs(inputs, extra_kwargs, self._microbatch.targets_n)
+        overrides.set_replay(self.model, None)
+        return logprobs_n.cpu().numpy()
+
+    def _inputs(self, microbatches: list[Microbatch]) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        return (self._input(microbatch) for microbatch in microbatches)
+
+    def _input(self, microbatch: Microbatch) -> tuple[dict[str, Any], Tensor]:
+        replayed = ReplayedMicrobatch.of(microbatch, self.device)
+        inputs = {
+            "input": torch.from_numpy(microbatch.token_ids_n)[None],
+            "positions": torch.from_numpy(microbatch.positions_n)[None],
+            _REPLAYED: replayed,
+        }
+        # TorchTitan counts the labels that are not ignored, over all microbatches and ranks: the window's trained tokens.
+        labels = torch.where(replayed.loss_mask_n.bool(), replayed.targets_n, IGNORE_INDEX)
+        return inputs, labels[None]
+
+    def _agreed_microbatches(self, batch: RolloutBatch, plan: Plan) -> list[Microbatch]:
+        microbatches, error = [], None
+        try:
+            self._check_plan(batch, plan)
+            rank = self.parallel_dims.get_mesh("batch").get_local_rank() if self.parallel_dims.dp_enabled else 0
+            microbatches = materialize.microbatches(plan, batch, rank, pad_to_multiple_of=self.config.pad_to_multiple_of)
+        except RoutePackError as caught:
+            error = caught
+        distributed.agree(plan.content_digest(), "plan", error=error, device=self.device)
+        return microbatches
+
+    def _check_plan(self, batch: RolloutBatch, plan: Plan) -> None:
+        degrees = (self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard, self.parallel_dims.ep)
+        planned = (plan.topology.data_parallel_degree, plan.topology.expert_parallel_degree)
+        if planned != degrees or plan.topology.model_parallel_degree != 1:
+            raise PlanError(f"the plan is for {planned} [data-parallel, expert-parallel] ranks; this trainer has {degrees}.")
+        if error := self._placement_error(plan.placement):
+            raise error
+        if batch.layer_ids_L.tolist() != self.moe_layer_ids:
+            raise TraceError(f"the batch recorded layers {batch.layer_ids_L.tolist()}; the model's are {self.moe_layer_ids}.")
+        longest, limit = int(batch.num_tokens_S.max()), self.config.training.seq_len
+        if longest > limit + 1:
+            raise TraceError(f"a sequence has {longest} tokens; model.max_seq_len={limit} feeds in at most {limit}: raise it.")
+        num_trained_tokens(batch)
+
+    def _placement_error(self, placement: ExpertPlacement) -> PlanError | None:
+        placed, own = placement.physical_to_logical_LP.shape, self.placement.physical_to_logical_LP.shape
+        return None if placed == own else PlanError(f"the placement is of {placed} [layers, experts]; the model has {own}.")
+
+    def _move(self, placement: ExpertPlacement) -> int:
+        source_LP = moves.slot_sources(self.placement, placement)
+        for layer, source_P in zip(overrides.placed_layers(self.model), source_LP, strict=True):
+            if (source_P != np.arange(len(source_P))).any():
+                moves.move_layer(layer, self.optimizers, source_P)
+        num_moved = moves.num_experts_moved(self.placement, placement, self.parallel_dims.ep)
+        self._set_placement(placement)
+        return num_moved
+
+    def _set_placement(self, placement: ExpertPlacement) -> None:
+        self.placement = placement
+        for layer, slots_P in zip(overrides.placed_layers(self.model), placement.physical_to_logical_LP, strict=True):
+            layer.set_placement(torch.from_numpy(slots_P.astype(np.int64)).to(self.device))
+
+    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return ((canonical_fqn(name), parameter) for name, parameter in self.model.named_parameters())
+
+    def _slots(self, slots_LE: np.ndarray) -> dict[str, Tensor]:
+        """For each expert parameter's name its layer's row of *slots_LE*."""
+        rows = {}
+        for layer, slots_E in zip(overrides.placed_layers(self.model), slots_LE, strict=True):
+            index = torch.from_numpy(slots_E.astype(np.int64)).to(self.device)
+            rows.update({id(parameter): index for parameter in layer.inner_experts.parameters()})
+        return {name: rows[id(parameter)] for name, parameter in self._named_parameters() if id(parameter) in rows}
+
+    def _add_metrics(self, token_loss: TokenLoss, logprobs_n: Tensor, microbatch: ReplayedMicrobatch) -> None:
+        for name, value_n in token_loss.metrics(logprobs_n, microbatch.fields).items():
+            self._metric_sums[name] = self._metric_sums.get(name, 0.0) + (value_n * microbatch.loss_mask_n).sum()
+
+    def _mean_metrics(self, trained_tokens: int) -> dict[str, float]:
+        if not self._metric_sums:
+            return {}
+        names = sorted(self._metric_sums)
+        sums = distributed.sum_over_ranks(torch.stack([self._metric_sums[name] for name in names]))
+        return dict(zip(names, (sums / trained_tokens).tolist(), strict=True))
+
+
+def _full(parameter: Tensor) -> Tensor:
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()

@@ -1,0 +1,301 @@
+"""What the multi-rank tests run: each check is a function of this rank and gives what the test looks at.
+
+Checks run one after another in one launch (importing TorchTitan is what takes long), see worker.py. They only
+measure; the tests judge.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import windows
+from torch.distributed.tensor import DTensor
+
+from routepack import distributed, materialize
+from routepack.components.packer import AttentionAwarePacker
+from routepack.errors import RoutePackError
+from routepack.integrations.torchtitan import model, moves, overrides
+from routepack.integrations.torchtitan.losses import CrossEntropyTokenLoss, GRPOTokenLoss, TokenLoss
+from routepack.integrations.torchtitan.model import TinyQwen3MoE, build_local_model
+from routepack.integrations.torchtitan.settings import TrainerSettings
+from routepack.integrations.torchtitan.trainer import RoutePackTrainer
+from routepack.planner import Planner
+from routepack.types import Plan, RolloutBatch, Topology
+
+NUM_STEPS = 10
+CHECKS: dict[str, Callable[..., Any]] = {}
+
+
+def check(function: Callable[..., Any]) -> Callable[..., Any]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def build_trainer(
+    ep: int, *, cls: type[RoutePackTrainer] = RoutePackTrainer, tiny: dict | None = None, **changes: Any
+) -> RoutePackTrainer:
+    torch.manual_seed(1 + dist.get_rank())  # what the ranks drew before must not matter
+    settings = TrainerSettings(expert_parallel_degree=ep, seed=7, **{"dump_folder": tempfile.gettempdir(), **changes})
+    return cls.from_settings(model=TinyQwen3MoE(**(tiny or {})), settings=settings)
+
+
+def topology_of(trainer: RoutePackTrainer) -> Topology:
+    return windows.topology(dist.get_world_size(), trainer.parallel_dims.ep)
+
+
+def loss_of_step(step: int) -> TokenLoss:
+    return GRPOTokenLoss(clip_low=0.2, clip_high=0.3) if step % 2 else CrossEntropyTokenLoss()
+
+
+def train(trainer: RoutePackTrainer, plans: str) -> dict[str, Any]:
+    losses, moved = [], 0
+    for step in range(NUM_STEPS):
+        batch = windows.window(step)
+        figures = trainer.update(batch, PLANS[plans](trainer, batch, step), loss_of_step(step))
+        losses.append(figures["loss"])
+        moved += figures["experts_moved"]
+    state = trainer.logical_state_dict()
+    return {
+        "losses": losses,
+        "experts_moved": moved,
+        "state": {name: value.numpy() for name, value in state.items()} if dist.get_rank() == 0 else {},
+        "state_sum": float(sum(value.double().abs().sum() for value in state.values())),
+    }
+
+
+def planned(trainer: RoutePackTrainer, batch: RolloutBatch, step: int) -> Plan:
+    """Rank 0's plan by the real planner."""
+    planner = Planner(
+        topology=topology_of(trainer), packer=AttentionAwarePacker(max_tokens=windows.MAX_TOKENS), seed=step, num_proposals=2000
+    )
+    return distributed.broadcast_plan(planner.plan(batch, previous=trainer.placement) if dist.get_rank() == 0 else None)
+
+
+PLANS: dict[str, Callable[[RoutePackTrainer, RolloutBatch, int], Plan]] = {
+    "first_fit": lambda trainer, batch, step: windows.first_fit_plan(batch, topology_of(trainer)),
+    "shuffled": lambda trainer, batch, step: windows.shuffled_plan(batch, topology_of(trainer), step),
+    "planner": planned,
+}
+
+
+@check
+def trains(ep: int, plans: str, **changes: Any) -> dict[str, Any]:
+    return train(build_trainer(ep, **changes), plans)
+
+
+@check
+def trains_with_moments_left_behind(ep: int) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as fault:
+        fault.setattr(moves, "_moments", lambda parameter, state: iter(()))
+        return train(build_trainer(ep), "shuffled")
+
+
+@check
+def trains_without_the_mapping(ep: int) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as fault:
+        fault.setattr(overrides.PlacedRoutedExperts, "set_placement", lambda self, slots: None)
+        return train(build_trainer(ep), "shuffled")
+
+
+class LocallyNormalizingTrainer(RoutePackTrainer):
+    """Divides one microbatch's loss by its own tokens (and the number of microbatches), as a careless trainer would."""
+
+    def normalized(self, loss_n, loss_mask_n, trained_tokens):
+        cells = self.gradient_accumulation_steps * dist.get_world_size()
+        return super().normalized(loss_n, loss_mask_n, loss_mask_n.sum().clamp(min=1) * cells)
+
+
+@check
+def trains_with_local_normalization(ep: int) -> dict[str, Any]:
+    return train(build_trainer(ep, cls=LocallyNormalizingTrainer), "shuffled")
+
+
+class StockInitTrainer(RoutePackTrainer):
+    """Keeps TorchTitan's own initialisation."""
+
+    def load_full_state(self, state):
+        """Nothing."""
+
+
+@check
+def starts_from(ep: int, stock: bool) -> bool:
+    """Whether the trainer starts from the values of the local copy."""
+    trainer = build_trainer(ep, cls=StockInitTrainer if stock else RoutePackTrainer)
+    local = dict(build_local_model(TinyQwen3MoE(), seed=7).named_parameters())
+    return all(torch.equal(value, local[name]) for name, value in trainer.logical_state_dict().items())
+
+
+def logical_tensors(trainer: RoutePackTrainer) -> dict[str, torch.Tensor]:
+    """Full expert weights and moments in logical order, by DTensor's own gathering."""
+    tensors = {}
+    for layer, placed in enumerate(overrides.placed_layers(trainer.model)):
+        order = torch.from_numpy(trainer.placement.logical_to_physical_LE[layer].astype(np.int64))
+        for name, parameter in placed.inner_experts.named_parameters():
+            tensors[f"{layer}.{name}"] = parameter.full_tensor().detach()[order].clone()
+            for optimizer in trainer.optimizers:
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    tensors[f"{layer}.{name}.{moment}"] = optimizer.state[parameter][moment].full_tensor()[order].clone()
+    return tensors
+
+
+@check
+def moves_experts(ep: int, num_experts: int = windows.NUM_EXPERTS, **changes: Any) -> dict[str, Any]:
+    tiny = {"num_experts": num_experts, "top_k": min(2, num_experts - 1)}
+    trainer = build_trainer(ep, tiny=tiny, **changes)
+    batch = windows.window(0, num_experts=num_experts, top_k=tiny["top_k"])
+    topology = topology_of(trainer)
+    trainer.update(batch, windows.first_fit_plan(batch, topology), CrossEntropyTokenLoss())
+    trainer.move_experts(windows.random_placement(1, num_experts))
+    before, shards = logical_tensors(trainer), local_weights(trainer)
+    moved = trainer.move_experts(windows.random_placement(2, num_experts))
+    after = logical_tensors(trainer)
+    storages_kept = [shard.data_ptr() for shard in shards] == [shard.data_ptr() for shard in local_weights(trainer)]
+    ranks = [windows.random_placement(seed, num_experts).rank_of_LE(ep) for seed in (1, 2)]
+    return {
+        "num_tensors": len(before),
+        "unequal": [name for name in before if not torch.equal(before[name], after[name])],
+        "moved": moved,
+        "expected_moved": int((ranks[0] != ranks[1]).sum()),
+        "storages_kept": storages_kept,
+        "nonzero_moments": all(bool(value.abs().sum() > 0) for value in before.values()),
+        "distinct_experts": all(len(value.flatten(1).unique(dim=0)) == num_experts for value in before.values()),
+        "placements": sorted({str(p.placements) for p in parameters_of_experts(trainer)}),
+    }
+
+
+def parameters_of_experts(trainer: RoutePackTrainer) -> list[DTensor]:
+    return [p for placed in overrides.placed_layers(trainer.model) for p in placed.inner_experts.parameters()]
+
+
+def local_weights(trainer: RoutePackTrainer) -> list[torch.Tensor]:
+    return [parameter.to_local() for parameter in parameters_of_experts(trainer)]
+
+
+@check
+def replays(ep: int, **changes: Any) -> dict[str, Any]:
+    """Loss and gate gradient of a native window, of its replay, of a part of it, and of other routes; weights stand still."""
+    trainer = build_trainer(ep, learning_rate=0.0, **changes)
+    batch = windows.unrecorded(windows.window(3))
+    plan = windows.shuffled_plan(batch, topology_of(trainer), 3, num_microbatches=1)
+    with overrides.recorded_routes(trainer.model):
+        native = figures(trainer, batch, plan)
+        recorded = gathered_routes(trainer, batch, plan)
+    other = windows.skewed_routes(
+        np.random.default_rng(0), len(recorded.routed_experts_TLK), windows.NUM_EXPERTS, windows.TOP_K
+    )
+    half_T = np.arange(len(recorded.routed_experts_TLK)) % 2 == 0
+    others_half_masked = np.where(half_T[:, None, None], recorded.routed_experts_TLK, 0)
+    return {
+        "native": native,
+        "replayed": figures(trainer, recorded, plan),
+        "half": figures(trainer, windows.with_routes(batch, others_half_masked, recorded.cu_seqlens, half_T), plan),
+        "other": figures(trainer, windows.with_routes(batch, other, recorded.cu_seqlens), plan),
+    }
+
+
+def figures(trainer: RoutePackTrainer, batch: RolloutBatch, plan: Plan) -> dict[str, Any]:
+    loss = trainer.update(batch, plan, CrossEntropyTokenLoss())["loss"]
+    gates = [router.gate.weight.grad.full_tensor().numpy().copy() for router in overrides.replay_routers(trainer.model)]
+    return {"loss": loss, "gate_gradients": np.stack(gates)}
+
+
+def gathered_routes(trainer: RoutePackTrainer, batch: RolloutBatch, plan: Plan) -> RolloutBatch:
+    """The batch with the ids that every rank's routers recorded in their one microbatch."""
+    routes_nLK = overrides.routes_of(trainer.model)[0].numpy()
+    cell = materialize.microbatches(plan, batch, dist.get_rank())[0]
+    mine = {int(s): routes_nLK[a:b] for s, a, b in zip(cell.sequences_S, cell.cu_seqlens, cell.cu_seqlens[1:], strict=False)}
+    everyones: list[dict[int, np.ndarray]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyones, mine)
+    by_sequence = {s: rows for routes in everyones for s, rows in routes.items()}
+    rows = [by_sequence[s] for s in range(batch.num_sequences)]
+    return windows.with_routes(batch, np.concatenate(rows).astype(np.uint8), np.cumsum([0, *map(len, rows)]))
+
+
+@check
+def gives_log_probabilities(ep: int, **changes: Any) -> dict[str, Any]:
+    trainer = build_trainer(ep, **changes)
+    batch = windows.window(5)
+    topology = topology_of(trainer)
+    trainer.update(batch, windows.shuffled_plan(batch, topology, 5), CrossEntropyTokenLoss())
+    plan = windows.shuffled_plan(batch, topology, 6)
+    updated = {"trainer": trainer.log_probabilities(batch, plan), "local": local_log_probabilities(trainer, batch)}
+    other = build_local_model(TinyQwen3MoE(), seed=12)
+    trainer.load_full_state({name: parameter.detach() for name, parameter in other.named_parameters()})
+    loaded = {"trainer": trainer.log_probabilities(batch, plan), "local": local_log_probabilities(trainer, batch)}
+    same = all(torch.equal(value, dict(other.named_parameters())[name]) for name, value in trainer.logical_state_dict().items())
+    return {"updated": updated, "loaded": loaded, "loaded_exactly": same}
+
+
+def local_log_probabilities(trainer: RoutePackTrainer, batch: RolloutBatch) -> np.ndarray:
+    """One sequence at a time through an unsharded copy, written without the trainer's own microbatches."""
+    local = build_local_model(TinyQwen3MoE(), seed=11)
+    model.load_full_state(local, trainer.logical_state_dict())
+    logprobs = np.zeros(int(batch.num_tokens_S.sum()), dtype=np.float32)
+    for sequence in range(batch.num_sequences):
+        start, end = batch.cu_tokens[sequence : sequence + 2]
+        tokens = torch.from_numpy(batch.token_fields["token_ids"][start:end])
+        rows = batch.routed_experts_of(sequence).astype(np.int64)
+        rows[~batch.valid_T[batch.cu_seqlens[sequence] : batch.cu_seqlens[sequence + 1]]] = -1
+        overrides.set_replay(local, torch.from_numpy(rows[: len(tokens) - 1])[None])
+        positions = torch.arange(len(tokens) - 1)[None]
+        with torch.no_grad():
+            logits = local(tokens[None, :-1], positions=positions, attention_masks=local.get_attention_masks(positions))[0]
+        logprobs[start + 1 : end] = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()
+    return logprobs
+
+
+@check
+def resumes(ep: int, folder: str) -> dict[str, Any]:
+    """The step after a checkpoint, without and with everything lost and loaded again in between."""
+    trainer = build_trainer(ep, checkpoint_interval=2, dump_folder=folder)
+    batch, topology = windows.window(0), topology_of(trainer)
+    for step in range(2):
+        trainer.update(batch, windows.shuffled_plan(batch, topology, step), CrossEntropyTokenLoss())
+    saved = trainer.placement.physical_to_logical_LP
+    plans = [windows.shuffled_plan(batch, topology, seed) for seed in (8, 9)]
+    went_on = [trainer.update(batch, plan, CrossEntropyTokenLoss())["loss"] for plan in plans]
+    other = build_trainer(ep, checkpoint_interval=2, dump_folder=folder)
+    other.update(batch, plans[0], CrossEntropyTokenLoss())
+    other.checkpointer.load(step=2)
+    restored = np.array_equal(other.placement.physical_to_logical_LP, saved)
+    return {
+        "went_on": went_on,
+        "resumed": [other.update(batch, plan, CrossEntropyTokenLoss())["loss"] for plan in plans],
+        "placement_restored": restored,
+    }
+
+
+@check
+def refuses(ep: int) -> dict[str, str]:
+    """The error that this rank raises where ranks disagree or one of them cannot go on."""
+    trainer = build_trainer(ep)
+    batch, topology, rank = windows.window(0), topology_of(trainer), dist.get_rank()
+    duplicate = batch.routed_experts_TLK.copy()
+    duplicate[:, 0, 1] = duplicate[:, 0, 0]
+    broken = windows.with_routes(batch, duplicate if rank == 0 else batch.routed_experts_TLK, batch.cu_seqlens)
+    same = windows.shuffled_plan(batch, topology, 0)
+    attempts = {
+        "other_plan": lambda: trainer.update(batch, windows.shuffled_plan(batch, topology, rank), CrossEntropyTokenLoss()),
+        "broken_batch_on_rank_0": lambda: trainer.update(broken, same, CrossEntropyTokenLoss()),
+        "other_placement": lambda: trainer.move_experts(windows.random_placement(rank)),
+        "other_topology": lambda: trainer.log_probabilities(
+            batch, windows.shuffled_plan(batch, windows.topology(2 * topology.data_parallel_degree, ep), 0)
+        ),
+    }
+    messages = {name: message_of(attempt) for name, attempt in attempts.items()}
+    identity = trainer.placement.physical_to_logical_LP == np.arange(windows.NUM_EXPERTS)
+    return {**messages, "moved_nothing": str(bool(identity.all()))}
+
+
+def message_of(attempt: Callable[[], Any]) -> str:
+    try:
+        attempt()
+    except RoutePackError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
