@@ -29,8 +29,9 @@ class Planner:
     computed too. Same window, seed and ``num_proposals`` give the same plan, bit for bit, on any number of
     threads; a ``time_limit_seconds`` does not, and the plan's ``budget`` says which was used.
 
-    The search minimises what ``sync="step"`` waits for. Under ``microbatch`` and ``layer`` the units it makes are
-    dealt again so that those of one microbatch cost alike, priced by the true objective, and the best kept.
+    Placement and packing are alternated, each on the objective of ``sync``; every pair met is priced, and the
+    best kept. Under ``microbatch`` and ``layer`` a pair is priced again with its units dealt so that those of
+    one microbatch cost alike.
     """
 
     topology: Topology
@@ -150,7 +151,10 @@ class _Search:
             yield from self.dealt(self.priced(placement, packing, load_SRL), load_SRL)
             if self.rerouter.refines:
                 unit_of_S = packing.cell_of_S // cost.ranks_per_group(self.topology)
-                placement = self.rerouter.refine_placement(placement, self.demand, unit_of_S, self.topology)
+                joined = cost.num_packed_groups(self.topology) if self.planner.sync == "layer" else 1
+                placement = self.rerouter.refine_placement(
+                    placement, self.demand, unit_of_S, self.topology, joined_units=joined
+                )
                 load_SRL = self.load_of(placement)
                 yield from self.dealt(self.priced(placement, packing, load_SRL), load_SRL)
 
