@@ -1,0 +1,224 @@
+"""From a config to everything that a training run is made of; all of it checked before a process starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from routepack.assembly import PLANNER_KEYS, build_planner
+from routepack.config import build, check_keys, instantiate, section_options
+from routepack.errors import ConfigError
+from routepack.integrations.torchtitan.losses import GRPOTokenLoss, TokenLoss
+from routepack.integrations.torchtitan.model import TinyQwen3MoE, TrainedModel, num_experts_of
+from routepack.integrations.torchtitan.settings import TrainerSettings
+from routepack.integrations.torchtitan.tasks import CountingTask, Task
+from routepack.planner import Planner
+
+SET_ELSEWHERE = {
+    "data_parallel_shard_degree": "topology.data_parallel_degree",
+    "data_parallel_replicate_degree": "topology.data_parallel_degree",
+    "expert_parallel_degree": "topology.expert_parallel_degree",
+    "learning_rate": "warmup.learning_rate and rl.learning_rate",
+    "warmup_steps": "warmup.num_steps",
+    "num_steps": "rl.num_steps",
+    "seed": "seed",
+    "dump_folder": "out",
+}
+"""Fields of TrainerSettings that follow from other sections, and from which."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """What is sampled for each optimizer step."""
+
+    prompts_per_step: int = 24
+    """Prompts of a window."""
+    rollouts_per_prompt: int = 8
+    """Responses to each prompt; they are compared with each other."""
+    max_new_tokens: int = 112
+    """A response is cut off after so many tokens."""
+    temperature: float = 1.0
+    """1 samples from the policy itself, which the policy gradient assumes; 0 takes the likeliest token."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("rollout", self, prompts_per_step=1, rollouts_per_prompt=2, max_new_tokens=1, temperature=0)
+
+    @property
+    def num_sequences(self) -> int:
+        """S of a window."""
+        return self.prompts_per_step * self.rollouts_per_prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupSettings:
+    """Supervised steps on the task's demonstrations, so that the first rollouts earn some reward."""
+
+    num_steps: int = 80
+    """0: none."""
+    batch_size: int = 128
+    """Demonstrations of each step."""
+    learning_rate: float = 1e-2
+    """Its peak, after a tenth of the steps; then it falls to a tenth."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("warmup", self, num_steps=0, batch_size=1, learning_rate=0)
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of warm-up step *step*, counted from 0."""
+        rising = (step + 1) / max(1, self.num_steps // 10)
+        falling = 1.0 - 0.9 * step / max(1, self.num_steps)
+        return self.learning_rate * min(1.0, rising) * falling
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLSettings:
+    """The reinforcement learning itself."""
+
+    num_steps: int = 30
+    """Windows: rollouts, a plan, and updates on it."""
+    updates_per_window: int = 1
+    """Optimizer steps on each window, all with its one plan; the clip matters from the second on."""
+    learning_rate: float = 1e-3
+    """Constant, after three steps of rising to it."""
+    advantage_epsilon: float = 1e-4
+    """Added to a group's standard deviation of rewards before dividing by it."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("rl", self, num_steps=0, updates_per_window=1, learning_rate=0, advantage_epsilon=0)
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of RL step *step*, counted from 0."""
+        return self.learning_rate * min(1.0, (step + 1) / 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSettings:
+    """How ``routepack train`` starts the ranks where no launcher did."""
+
+    port: int = 0
+    """TCP port where the ranks meet; 0: a free one."""
+    threads_per_rank: int = 1
+    """``OMP_NUM_THREADS`` of each rank, unless the environment sets it."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("launch", self, port=0, threads_per_rank=1)
+        if self.port > 65_535:
+            raise ConfigError(f"launch.port={self.port} is no TCP port: choose 1 to 65535, or 0 for a free one.")
+
+
+SECTIONS = ("model", "task", "rollout", "warmup", "rl", "loss", "trainer", "launch")
+TRAIN_KEYS = (*PLANNER_KEYS, *SECTIONS, "out")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Experiment:
+    """Everything that a training run needs to know."""
+
+    planner: Planner
+    model: TrainedModel
+    task: Task
+    rollout: RolloutSettings
+    warmup: WarmupSettings
+    rl: RLSettings
+    loss: TokenLoss
+    trainer: TrainerSettings
+    launch: LaunchSettings
+    out: Path
+    """The folder that results are written to."""
+    config: DictConfig
+    """What it was built from."""
+
+    @property
+    def seed(self) -> int:
+        """Of parameters, prompts, samples and plans."""
+        return self.planner.seed
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes: the data-parallel degree."""
+        return self.planner.topology.data_parallel_degree
+
+
+def build_experiment(config: DictConfig) -> Experiment:
+    """Build every component that *config* names.
+
+    Raises ConfigError naming the option that is wrong: an unknown key, a ``_target_`` of the wrong kind, degrees that do not
+    divide, or sizes of two sections that do not fit each other.
+    """
+    check_keys(config, TRAIN_KEYS, what="a training config")
+    planner = build_planner(config)
+    experiment = Experiment(
+        planner=planner,
+        model=build(config, "model", base=TrainedModel, default=TinyQwen3MoE),
+        task=build(config, "task", base=Task, default=CountingTask),
+        rollout=build(config, "rollout", base=RolloutSettings),
+        warmup=build(config, "warmup", base=WarmupSettings),
+        rl=build(config, "rl", base=RLSettings),
+        loss=build(config, "loss", base=TokenLoss, default=GRPOTokenLoss),
+        trainer=_trainer_settings(config, planner),
+        launch=build(config, "launch", base=LaunchSettings),
+        out=_folder(config),
+        config=config,
+    )
+    _check_fit(experiment)
+    return experiment
+
+
+def _trainer_settings(config: DictConfig, planner: Planner) -> TrainerSettings:
+    options = section_options(config, "trainer")
+    for name in options.keys() & SET_ELSEWHERE.keys():
+        raise ConfigError(f"trainer.{name} is not set here: it follows from {SET_ELSEWHERE[name]}.")
+    allowed = [field.name for field in fields(TrainerSettings) if field.name not in SET_ELSEWHERE]
+    check_keys(options, allowed, where="trainer", what="the trainer section")
+    topology = planner.topology
+    if topology.model_parallel_degree != 1:
+        raise ConfigError(
+            f"topology.model_parallel_degree={topology.model_parallel_degree}: train supports 1, data-parallel ranks."
+        )
+    return replace(
+        instantiate(TrainerSettings, options, where="trainer"),
+        data_parallel_shard_degree=topology.data_parallel_degree,
+        expert_parallel_degree=topology.expert_parallel_degree,
+        seed=planner.seed,
+        dump_folder=str(_folder(config)),
+    )
+
+
+def _folder(config: DictConfig) -> Path:
+    if OmegaConf.is_missing(config, "out") or config.get("out") is None:
+        raise ConfigError("out is not set: name a folder for the results, as in out=runs/tiny_rl.")
+    folder = Path(str(config["out"]))
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"out={folder} is a file: name a folder.")
+    return folder
+
+
+def _check_fit(experiment: Experiment) -> None:
+    spec, task, rollout = experiment.model.model_spec(), experiment.task, experiment.rollout
+    experiment.planner.topology.slots_per_rank(num_experts_of(spec))
+    if spec.model.vocab_size < task.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={spec.model.vocab_size} is less than the task's {task.vocab_size} tokens: raise it."
+        )
+    longest = task.max_prompt_tokens + rollout.max_new_tokens
+    limits = {"model.max_seq_len": spec.model.max_seq_len, "packer.max_tokens": experiment.planner.packer.max_tokens}
+    for option, limit in limits.items():
+        if limit < longest:
+            raise ConfigError(
+                f"{option}={limit} is less than a prompt of {task.max_prompt_tokens} tokens and "
+                f"rollout.max_new_tokens={rollout.max_new_tokens} together: raise it, or sample fewer tokens."
+            )
+    smallest = min(rollout.num_sequences, experiment.warmup.batch_size)
+    if smallest < experiment.num_ranks:
+        raise ConfigError(
+            f"{smallest} sequences a step are fewer than topology.data_parallel_degree={experiment.num_ranks}, and every rank "
+            "needs one: raise rollout.prompts_per_step or warmup.batch_size."
+        )
+
+
+def _check_at_least(section: str, settings: object, **lowest: float) -> None:
+    for name, limit in lowest.items():
+        if not getattr(settings, name) >= limit:
+            raise ConfigError(f"{section}.{name}={getattr(settings, name)} must be at least {limit}.")

@@ -1,0 +1,234 @@
+"""``routepack train``: checks a config, starts the ranks unless a launcher did, and reports how they ended.
+
+Run as a module, this is one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from omegaconf import DictConfig, OmegaConf
+
+from routepack.config import load
+from routepack.errors import ConfigError, RoutePackError
+from routepack.files import atomic_path
+from routepack.integrations.torchtitan.experiment import Experiment, build_experiment
+
+GRACE_SECONDS = 10.0
+"""Ranks that are told to end get this long before they are killed."""
+POLL_SECONDS = 0.05
+SETTLE_SECONDS = 1.0
+"""After one rank failed, the others get this long to fail too, so that the cause is shown and not a consequence."""
+
+
+def check(config: DictConfig) -> None:
+    """Build every component of a training config; raises ConfigError, starts nothing."""
+    build_experiment(config)
+
+
+def train(paths: Sequence[str], overrides: Sequence[str]) -> int:
+    """Train as *paths* and *overrides* say; the exit code of the ranks, 0 if all ended well.
+
+    Under torchrun (``RANK`` is set) this process is one rank: it trains and exits. Otherwise the ranks are started here, once
+    the whole config is known to be good. Raises ConfigError.
+    """
+    experiment = build_experiment(load(paths, overrides))
+    if "RANK" in os.environ:
+        exit_rank(run_rank(experiment))
+    port = rendezvous_port(experiment.launch.port)
+    prepare_folder(experiment)
+    return run_ranks([*paths, *overrides], experiment, port)
+
+
+def rendezvous_port(port: int) -> int:
+    """*port* if nobody listens there, or a free one for 0. Raises ConfigError."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(
+                f"launch.port={port} cannot be used ({error.strerror}): choose another, or 0 for a free one."
+            ) from error
+        return probe.getsockname()[1]
+
+
+def prepare_folder(experiment: Experiment) -> None:
+    """Make the result folder and write the resolved config into it. Raises ConfigError where it cannot be written."""
+    try:
+        (experiment.out / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={experiment.out} cannot be written: {error.strerror}: choose another folder.") from error
+    with atomic_path(experiment.out / "config.yaml") as path:
+        path.write_text(OmegaConf.to_yaml(experiment.config, resolve=True))
+
+
+def run_ranks(layers: Sequence[str], experiment: Experiment, port: int) -> int:
+    """Start every rank and wait for all; the exit code. A rank that fails, or ctrl-C, ends the others."""
+    logs = [experiment.out / "logs" / f"rank{rank}.log" for rank in range(experiment.num_ranks)]
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, log in enumerate(logs):
+            ranks.append(start_rank(rank, layers, rank_environment(rank, experiment, port), log))
+        code = wait_for(ranks, logs)
+    except KeyboardInterrupt:
+        sys.stderr.write("routepack: interrupted; ending all ranks.\n")
+        code = 130
+    finally:
+        end(ranks)
+        signal.signal(signal.SIGTERM, previous)
+    return code
+
+
+def rank_environment(rank: int, experiment: Experiment, port: int) -> dict[str, str]:
+    """What torchrun would set for this rank, on one node."""
+    size = str(experiment.num_ranks)
+    return {
+        "OMP_NUM_THREADS": str(experiment.launch.threads_per_rank),
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def start_rank(rank: int, layers: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start one rank. Rank 0 shows its progress here; what else ranks say goes to their logs."""
+    with log.open("wb") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-m", __spec__.name if __spec__ else __name__, *layers],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=None if rank == 0 else errors,
+            stderr=errors,
+            # A session of its own: ctrl-C reaches this process only, which then ends the ranks in order.
+            start_new_session=True,
+        )
+
+
+def wait_for(ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> int:
+    """0 once all ranks have ended well; else, as soon as one has failed, its code, after showing what it said."""
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        if any(codes):
+            time.sleep(SETTLE_SECONDS)
+            codes = [rank.poll() for rank in ranks]
+            return report_failure(codes, logs)
+        if None not in codes:
+            return 0
+        time.sleep(POLL_SECONDS)
+
+
+def report_failure(codes: Sequence[int | None], logs: Sequence[Path]) -> int:
+    """Show why ranks failed and give the exit code: 1 for wrong input, else as the shell counts, 128 + the signal."""
+    failed = [rank for rank, code in enumerate(codes) if code]
+    # A rank that lost its peer fails too, in a collective; one with a message of RoutePack's own knows the cause.
+    said = {rank: logs[rank].read_text(errors="replace") for rank in failed}
+    messages = {rank: [line for line in text.splitlines() if line.startswith("routepack: ")] for rank, text in said.items()}
+    for rank in failed:
+        if messages[rank]:
+            sys.stderr.write(messages[rank][-1] + "\n")
+            return codes[rank] or 1
+    # Killed from outside, or by the kernel for memory, comes before consequences too.
+    rank = min(failed, key=lambda one: (codes[one] or 0) >= 0)
+    code = codes[rank] or 1
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    tail = "\n".join(said[rank].splitlines()[-30:])
+    sys.stderr.write(f"{tail}\nroutepack: rank {rank} {how}; its log is {logs[rank]}.\n")
+    return 128 - code if code < 0 else code
+
+
+def end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the ranks that still run, first asking, then by force."""
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    for rank in ranks:
+        try:
+            rank.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
+
+
+def run_rank(experiment: Experiment) -> int:
+    """Train as one rank; its exit code. Errors go to stderr."""
+    from routepack.integrations.torchtitan.progress import Progress
+
+    progress = Progress(enabled=os.environ["RANK"] == "0", log_folder=experiment.out / "tensorboard")
+    try:
+        check_world_size(experiment)
+        from routepack.integrations.torchtitan.rl import RLRun
+
+        if progress.enabled:
+            prepare_folder(experiment)
+        RLRun(experiment=experiment, progress=progress).run()
+    except RoutePackError as error:
+        sys.stderr.write(f"routepack: {error}\n")
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 70
+    finally:
+        progress.close()
+    return 0
+
+
+def check_world_size(experiment: Experiment) -> None:
+    """Raise ConfigError unless as many ranks were started as the topology has."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != experiment.num_ranks:
+        raise ConfigError(
+            f"topology.data_parallel_degree={experiment.num_ranks} needs as many ranks; the launcher started {started}: "
+            f"use torchrun --nproc-per-node={experiment.num_ranks}, or no launcher at all."
+        )
+
+
+def exit_rank(code: int) -> None:
+    """Leave with *code*, at once.
+
+    Everything is written by now. Interpreter shutdown after a gloo group has ended sometimes aborts ("terminate called without
+    an active exception": a thread of the group is still joinable when C++ destroys it), which would turn success into SIGABRT.
+    """
+    import torch.distributed as dist
+
+    if code == 0 and dist.is_initialized():
+        # The others may still be reading from this rank; a failed rank has nobody to wait for.
+        dist.barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main(arguments: Sequence[str]) -> None:
+    """One rank, with the layers that ``routepack train`` was given."""
+    from routepack.cli import split_layers
+
+    try:
+        train(*split_layers(list(arguments)))
+    except RoutePackError as error:
+        sys.stderr.write(f"routepack: {error}\n")
+        exit_rank(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,168 @@
+"""What rank 0 shows while a run goes on: lines on the terminal, and TensorBoard scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichBar
+
+from routepack.types import Plan
+
+WARMUP_LINES = 8
+"""Lines that the warm-up gets."""
+COLUMNS = (
+    ("step", 5),
+    ("reward", 6),
+    ("loss", 8),
+    ("tok/s", 6),
+    ("microbatches", 12),
+    ("imbalance", 14),
+    ("predicted step", 14),
+    ("moved", 5),
+    ("plan", 7),
+    ("time", 6),
+)
+"""Title and width of each column of an RL step."""
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Shows a run. On every rank but 0 it does nothing."""
+
+    enabled: bool
+    log_folder: Path
+    """TensorBoard scalars go here."""
+    console: Console = field(default_factory=Console)
+
+    def start(self, warmup_steps: int, rl_steps: int) -> None:
+        """Before the first step."""
+        self._warmup_steps, self._rl_steps = warmup_steps, rl_steps
+        self._bar: RichBar | None = None
+        if not self.enabled:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._scalars = SummaryWriter(str(self.log_folder))
+        if self.console.is_terminal:
+            self._bar = RichBar(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("warm-up", total=warmup_steps)
+        if warmup_steps:
+            self._line(f"Supervised warm-up on demonstrations: {warmup_steps} steps, no reward, experts stay in place.")
+
+    def warmup_step(self, step: int, figures: Mapping[str, float]) -> None:
+        """After each supervised step."""
+        if not self.enabled:
+            return
+        self._write("warmup", step, figures)
+        every = max(1, self._warmup_steps // WARMUP_LINES)
+        if (step + 1) % every == 0 or step + 1 == self._warmup_steps:
+            self._line(f"{step + 1:>5} loss {figures['loss']:.3f}  {figures['seconds']:.2f} s")
+        self._advance()
+
+    def rl_step(self, step: int, figures: Mapping[str, float], plan: Plan) -> None:
+        """After each RL step."""
+        if not self.enabled:
+            return
+        self._write("rl", step, figures)
+        if step == 0:
+            self._line("\nReinforcement learning (GRPO) on sampled rollouts; baseline -> planned beside each other:")
+            self._line(_columns([title for title, _ in COLUMNS]))
+            if self._bar is not None:
+                self._bar.reset(self._task, description="GRPO", total=self._rl_steps)
+        self._line(rl_line(step, figures, plan))
+        self._advance()
+
+    def finish(self, summary: Mapping[str, Any], out: Path, plan: Plan | None) -> None:
+        """After the last step: the summary, and how to look at what was written."""
+        if not self.enabled:
+            return
+        if self._bar is not None:
+            self._bar.stop()
+        self._scalars.close()
+        if plan is not None:
+            self._line(summary_text(summary))
+            self._line(look_text(out, plan))
+
+    def close(self) -> None:
+        """Give the terminal back, however the run ended."""
+        if self.enabled and getattr(self, "_bar", None) is not None:
+            self._bar.stop()
+
+    def _line(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _advance(self) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._task)
+
+    def _write(self, phase: str, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._scalars.add_scalar(f"{phase}/{name}", value, step)
+
+
+def rl_line(step: int, figures: Mapping[str, float], plan: Plan) -> str:
+    """One line of an RL step, under COLUMNS."""
+    parts = plan.parts
+    cells = (
+        f"{step + 1}",
+        f"{figures['reward']:.3f}",
+        f"{figures['loss']:.4f}",
+        f"{figures['tokens_per_second']:.0f}",
+        f"{plan.num_microbatches} {'certified' if plan.certificate.certified else 'best known'}",
+        f"{parts['baseline.imbalance_mean']:.3f} -> {parts['planned.imbalance_mean']:.3f}",
+        f"{plan.baseline_value:.3f} -> {plan.value:.3f}",
+        f"{figures['experts_moved']:.0f}",
+        f"{figures['plan/plan_ms']:.0f} ms",
+        f"{figures['seconds']:.1f} s",
+    )
+    return _columns(cells)
+
+
+def summary_text(summary: Mapping[str, Any]) -> str:
+    """What the run came to."""
+    s = summary
+    gain = s["baseline_value"] / s["value"] - 1.0
+    rows = [
+        ("Mean reward", f"{s['reward_first']:.3f} -> {s['reward_last']:.3f}"),
+        ("", f"means of the first and last {s['rewards_averaged_over']} of {s['num_steps']} steps"),
+        ("EP-rank imbalance", f"{s['imbalance_baseline']:.3f} baseline -> {s['imbalance_planned']:.3f} planned"),
+        ("", "fullest rank / mean, averaged over layers and microbatches"),
+        ("Predicted step", f"{s['baseline_value']:.3f} baseline -> {s['value']:.3f} planned, lower bound {s['bound']:.3f}"),
+        ("", f"the baseline takes {gain:.1%} longer; the plan lies {s['value_over_bound'] - 1:.2%} above the bound"),
+        ("Per step", f"{s['seconds_per_step']:.2f} s, {s['tokens_per_second']:.0f} tokens/s"),
+        ("", f"plan {s['plan_ms']:.0f} ms (median), {s['experts_moved_per_step']:.0f} experts moved"),
+        ("Under replay", f"sampler's and trainer's log-probabilities differ by at most {s['logprob_difference_max']:.1e}"),
+    ]
+    return "\n" + "\n".join(f"{label:<18} {text}" for label, text in rows)
+
+
+def look_text(out: Path, plan: Plan) -> str:
+    """The commands that look at what was written."""
+    trace, topology = out / "trace.safetensors", plan.topology
+    degrees = (
+        f"topology.data_parallel_degree={topology.data_parallel_degree} "
+        f"topology.expert_parallel_degree={topology.expert_parallel_degree} packer.max_tokens={plan.max_tokens}"
+    )
+    return f"""
+Look at it (trace and plan are the last step's; {out / "summary.json"} has every step's figures):
+  routepack verify {out / "plan.safetensors"} {trace}
+  routepack plan configs/plan.yaml trace={trace} {degrees}
+  tensorboard --logdir {out / "tensorboard"}"""
+
+
+def _columns(cells: Sequence[str]) -> str:
+    return " ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True))

@@ -1,0 +1,217 @@
+"""The RL loop: sample, collect, plan, move experts, recompute log-probabilities and update, all under one plan a window."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from routepack import distributed
+from routepack.components.rerouter import IdentityRerouter
+from routepack.files import atomic_path
+from routepack.integrations.torchtitan.experiment import Experiment
+from routepack.integrations.torchtitan.gather import gather_rollouts
+from routepack.integrations.torchtitan.losses import CrossEntropyTokenLoss
+from routepack.integrations.torchtitan.progress import Progress
+from routepack.integrations.torchtitan.rollout import LocalPolicy, random_numbers
+from routepack.integrations.torchtitan.trainer import RoutePackTrainer
+from routepack.integrations.torchtitan.windows import demonstration_window, even_demand, graded_window
+from routepack.metrics import plan_metrics
+from routepack.trace import save_plan, save_trace
+from routepack.types import Plan, RolloutBatch
+
+DEMONSTRATED, PROMPTED, SAMPLED, WARMUP_PROMPTED = range(4)
+"""What a stream of random numbers is for: the second number of its seed, after the experiment's."""
+
+
+@dataclass(kw_only=True, eq=False)
+class RLRun:
+    """One run of an experiment. Every rank makes one and calls :meth:`run`; all of it is collective."""
+
+    experiment: Experiment
+    progress: Progress
+    history: list[dict[str, float]] = field(default_factory=list)
+    """The figures of each RL step."""
+
+    def __post_init__(self) -> None:
+        experiment = self.experiment
+        self.trainer = RoutePackTrainer.from_settings(model=experiment.model, settings=experiment.trainer)
+        self.policy = LocalPolicy(experiment.model, seed=experiment.seed)
+        self.rank, self.num_ranks = distributed.this_rank(), distributed.num_ranks()
+        self.num_experts = self.trainer.placement.num_experts
+        self.layer_ids = self.trainer.moe_layer_ids
+        # Nothing is recorded while warming up, so experts stay where they are and only lengths are planned.
+        self.warmup_planner = replace(experiment.planner, rerouter=IdentityRerouter())
+
+    def run(self) -> dict[str, Any]:
+        """Warm up, then reinforce; the summary, which rank 0 also writes beside the last window's trace and plan."""
+        self.progress.start(self.experiment.warmup.num_steps, self.experiment.rl.num_steps)
+        for step in range(self.experiment.warmup.num_steps):
+            self.progress.warmup_step(step, self.warm_up(step))
+        plan = None
+        for step in range(self.experiment.rl.num_steps):
+            figures, batch, plan = self.reinforce(step)
+            self.history.append(figures)
+            self.progress.rl_step(step, figures, plan)
+            if self.rank == 0 and step == self.experiment.rl.num_steps - 1:
+                self.save(batch, plan)
+        summary = summarize(self.history)
+        if self.rank == 0:
+            self.save_summary(summary)
+        self.progress.finish(summary, self.experiment.out, plan)
+        return summary
+
+    def warm_up(self, step: int) -> dict[str, float]:
+        """One supervised step on demonstrations."""
+        experiment, settings = self.experiment, self.experiment.warmup
+        started = time.monotonic()
+        prompts = experiment.task.prompts(settings.batch_size, seed=[experiment.seed, WARMUP_PROMPTED, step])
+        batch = demonstration_window(
+            prompts,
+            experiment.task,
+            num_experts=self.num_experts,
+            layer_ids=self.layer_ids,
+            top_k=self.policy.top_k,
+            seed=[experiment.seed, DEMONSTRATED, step],
+        )
+        plan = self.agreed_plan(lambda: self.warmup_planner.plan(even_demand(batch)))
+        set_learning_rate(self.trainer, settings.rate_at(step))
+        figures = self.trainer.update(batch, plan, CrossEntropyTokenLoss())
+        return figures | {"seconds": time.monotonic() - started}
+
+    def reinforce(self, step: int) -> tuple[dict[str, float], RolloutBatch, Plan]:
+        """One RL step: its figures, the same on every rank but for times; its window; its plan."""
+        experiment, clock = self.experiment, Clock()
+        batch = self.sample(step)
+        clock.lap("sample")
+        demand = experiment.planner.collector.collect(batch) if self.rank == 0 else None
+        previous = self.trainer.placement
+        plan = self.agreed_plan(lambda: experiment.planner.plan(demand, previous=previous))
+        clock.lap("plan")
+        experts_moved = self.trainer.move_experts(plan.placement)
+        clock.lap("move")
+        logprobs_old = self.trainer.log_probabilities(batch, plan)
+        clock.lap("logprobs")
+        batch = replace(batch, token_fields={**batch.token_fields, "logprobs_old": logprobs_old})
+        set_learning_rate(self.trainer, experiment.rl.rate_at(step))
+        for _ in range(experiment.rl.updates_per_window):
+            figures = self.trainer.update(batch, plan, experiment.loss)
+        clock.lap("update")
+        figures |= window_figures(batch) | plan_metrics(plan) | clock.figures(int(batch.num_tokens_S.sum()))
+        return figures | {"experts_moved": float(experts_moved)}, batch, plan
+
+    def sample(self, step: int) -> RolloutBatch:
+        """The window of RL step *step*: each rank samples its share, then every rank has all. Graded."""
+        experiment, settings = self.experiment, self.experiment.rollout
+        self.policy.load(self.trainer.logical_state_dict())
+        prompts = experiment.task.prompts(settings.prompts_per_step, seed=[experiment.seed, PROMPTED, step])
+        # Neighbours answer the same prompt and are about as long, so dealing them round evens out the ranks.
+        sequences = np.arange(self.rank, settings.num_sequences, self.num_ranks)
+        own = self.policy.sample(
+            [prompts[s // settings.rollouts_per_prompt].token_ids for s in sequences],
+            random_numbers(sequences, settings.max_new_tokens, seed=[experiment.seed, SAMPLED, step]),
+            temperature=settings.temperature,
+            end_token_id=experiment.task.end_token_id,
+        )
+        rollouts = gather_rollouts(own, sequences, device=self.trainer.device)
+        return graded_window(
+            rollouts,
+            prompts,
+            experiment.task,
+            num_experts=self.num_experts,
+            layer_ids=self.layer_ids,
+            advantage_epsilon=experiment.rl.advantage_epsilon,
+            weights_version=f"rl-step-{step}",
+        )
+
+    def agreed_plan(self, make: Callable[[], Plan]) -> Plan:
+        """Rank 0's plan on every rank. The trainer compares digests again before it moves or updates anything."""
+        plan = distributed.broadcast_plan(make() if self.rank == 0 else None)
+        distributed.agree(plan.content_digest(), "plan", device=self.trainer.device)
+        return plan
+
+    def save(self, batch: RolloutBatch, plan: Plan) -> None:
+        """Write the last window and its plan."""
+        save_trace(batch, self.experiment.out / "trace.safetensors")
+        save_plan(plan, self.experiment.out / "plan.safetensors")
+
+    def save_summary(self, summary: dict[str, Any]) -> None:
+        """Write the summary and every step's figures."""
+        with atomic_path(self.experiment.out / "summary.json") as path:
+            path.write_text(json.dumps({**summary, "steps": self.history}, indent=1))
+
+
+@dataclass(kw_only=True)
+class Clock:
+    """Seconds of each phase of a step."""
+
+    marks: list[tuple[str, float]] = field(default_factory=lambda: [("start", time.monotonic())])
+
+    def lap(self, name: str) -> None:
+        """The phase *name* ends now."""
+        self.marks.append((name, time.monotonic()))
+
+    def figures(self, num_tokens: int) -> dict[str, float]:
+        """``seconds`` and ``tokens_per_second`` of the whole step, of the trainer alone, and the seconds of each phase."""
+        phases = {name: end - start for (_, start), (name, end) in pairwise(self.marks)}
+        seconds = self.marks[-1][1] - self.marks[0][1]
+        return {
+            "seconds": seconds,
+            "tokens_per_second": num_tokens / seconds,
+            "trainer_tokens_per_second": num_tokens / (phases["logprobs"] + phases["update"]),
+            **{f"seconds/{name}": value for name, value in phases.items()},
+        }
+
+
+def window_figures(batch: RolloutBatch) -> dict[str, float]:
+    """``reward``, lengths, and how far the trainer's log-probabilities under replay lie from the sampler's."""
+    sampled_N = batch.token_fields["logprobs"] != 0
+    apart_N = np.abs(batch.token_fields["logprobs_old"] - batch.token_fields["logprobs"])[sampled_N]
+    return {
+        "reward": float(batch.sequence_fields["rewards"].mean()),
+        "tokens": float(batch.num_tokens_S.sum()),
+        "length_mean": float(batch.num_tokens_S.mean()),
+        "length_max": float(batch.num_tokens_S.max()),
+        "logprob_difference_max": float(apart_N.max(initial=0.0)),
+    }
+
+
+def set_learning_rate(trainer: RoutePackTrainer, rate: float) -> None:
+    """Use *rate* from the next update on. TorchTitan's schedule multiplies it by 1."""
+    for scheduler in trainer.lr_schedulers.schedulers:
+        scheduler.base_lrs = [rate] * len(scheduler.base_lrs)
+        for group in scheduler.optimizer.param_groups:
+            group["lr"] = rate
+
+
+SUMMARIZED = ("value", "baseline_value", "bound")
+
+
+def summarize(history: list[dict[str, float]]) -> dict[str, Any]:
+    """First and last rewards (each over up to five steps), and means over all steps of what plans gained and took."""
+    if not history:
+        return {}
+    edge = min(5, len(history))
+    rewards = [figures["reward"] for figures in history]
+    mean = {name: float(np.mean([figures[name] for figures in history])) for name in history[0]}
+    return {
+        "num_steps": len(history),
+        "reward_first": float(np.mean(rewards[:edge])),
+        "reward_last": float(np.mean(rewards[-edge:])),
+        "rewards_averaged_over": edge,
+        "imbalance_baseline": mean["plan/baseline.imbalance_mean"],
+        "imbalance_planned": mean["plan/planned.imbalance_mean"],
+        **{name: mean[f"plan/{name}"] for name in SUMMARIZED},
+        "value_over_bound": float(np.mean([one["plan/value"] / one["plan/bound"] for one in history])),
+        # The median: the first plan also loads the compiled kernels, or compiles them.
+        "plan_ms": float(np.median([one["plan/plan_ms"] for one in history])),
+        "seconds_per_step": mean["seconds"],
+        "tokens_per_second": mean["tokens_per_second"],
+        "experts_moved_per_step": mean["experts_moved"],
+        "logprob_difference_max": max(one["logprob_difference_max"] for one in history),
+    }
