@@ -5,8 +5,12 @@ Without an initialised process group each acts as on a single rank.
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -135,3 +139,18 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     if num_ranks() > 1:
         dist.all_reduce(values)
     return values
+
+
+def leave(status: int = 0) -> NoReturn:
+    """End this rank's process, its work being done and saved: with the other ranks if *status* is 0, else alone.
+
+    Python's ordinary way out takes the interpreter down while gloo's threads still run, and one of them that asks for the
+    interpreter's lock at that moment aborts the whole process, after everything was complete. This way skips that.
+    """
+    if dist.is_initialized() and status == 0:
+        dist.barrier()
+        dist.destroy_process_group()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

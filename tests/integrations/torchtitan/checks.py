@@ -7,24 +7,25 @@ measure; the tests judge.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import windows
 from torch.distributed.tensor import DTensor
 
-from routepack import materialize
+from routepack import distributed, materialize
+from routepack.components.packer import AttentionAwarePacker
 from routepack.errors import RoutePackError
 from routepack.integrations.torchtitan import model, moves, overrides
 from routepack.integrations.torchtitan.losses import CrossEntropyTokenLoss, GRPOTokenLoss, TokenLoss
 from routepack.integrations.torchtitan.model import TinyQwen3MoE, build_local_model
 from routepack.integrations.torchtitan.settings import TrainerSettings
 from routepack.integrations.torchtitan.trainer import RoutePackTrainer
+from routepack.planner import Planner
 from routepack.types import Plan, RolloutBatch, Topology
 
 NUM_STEPS = 10
@@ -36,7 +37,9 @@ def check(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def build_trainer(ep: int, *, cls: type[RoutePackTrainer] = RoutePackTrainer, tiny: dict | None = None, **changes: Any) -> RoutePackTrainer:
+def build_trainer(
+    ep: int, *, cls: type[RoutePackTrainer] = RoutePackTrainer, tiny: dict | None = None, **changes: Any
+) -> RoutePackTrainer:
     torch.manual_seed(1 + dist.get_rank())  # what the ranks drew before must not matter
     settings = TrainerSettings(expert_parallel_degree=ep, seed=7, **{"dump_folder": tempfile.gettempdir(), **changes})
     return cls.from_settings(model=TinyQwen3MoE(**(tiny or {})), settings=settings)
@@ -50,38 +53,54 @@ def loss_of_step(step: int) -> TokenLoss:
     return GRPOTokenLoss(clip_low=0.2, clip_high=0.3) if step % 2 else CrossEntropyTokenLoss()
 
 
-def train(trainer: RoutePackTrainer, planned: bool, num_steps: int = NUM_STEPS) -> dict[str, Any]:
-    losses = []
-    for step in range(num_steps):
+def train(trainer: RoutePackTrainer, plans: str) -> dict[str, Any]:
+    losses, moved = [], 0
+    for step in range(NUM_STEPS):
         batch = windows.window(step)
-        losses.append(trainer.update(batch, plan_for(batch, topology_of(trainer), planned, step), loss_of_step(step))["loss"])
+        figures = trainer.update(batch, PLANS[plans](trainer, batch, step), loss_of_step(step))
+        losses.append(figures["loss"])
+        moved += figures["experts_moved"]
     state = trainer.logical_state_dict()
     return {
         "losses": losses,
+        "experts_moved": moved,
         "state": {name: value.numpy() for name, value in state.items()} if dist.get_rank() == 0 else {},
         "state_sum": float(sum(value.double().abs().sum() for value in state.values())),
     }
 
 
-def plan_for(batch: RolloutBatch, topology: Topology, planned: bool, step: int) -> Plan:
-    return windows.shuffled_plan(batch, topology, step) if planned else windows.first_fit_plan(batch, topology)
+def planned(trainer: RoutePackTrainer, batch: RolloutBatch, step: int) -> Plan:
+    """Rank 0's plan by the real planner."""
+    planner = Planner(
+        topology=topology_of(trainer), packer=AttentionAwarePacker(max_tokens=windows.MAX_TOKENS), seed=step, num_proposals=2000
+    )
+    return distributed.broadcast_plan(planner.plan(batch, previous=trainer.placement) if dist.get_rank() == 0 else None)
+
+
+PLANS: dict[str, Callable[[RoutePackTrainer, RolloutBatch, int], Plan]] = {
+    "first_fit": lambda trainer, batch, step: windows.first_fit_plan(batch, topology_of(trainer)),
+    "shuffled": lambda trainer, batch, step: windows.shuffled_plan(batch, topology_of(trainer), step),
+    "planner": planned,
+}
 
 
 @check
-def trains(ep: int, planned: bool, **changes: Any) -> dict[str, Any]:
-    return train(build_trainer(ep, **changes), planned)
+def trains(ep: int, plans: str, **changes: Any) -> dict[str, Any]:
+    return train(build_trainer(ep, **changes), plans)
 
 
 @check
 def trains_with_moments_left_behind(ep: int) -> dict[str, Any]:
-    with mock.patch.object(moves, "_moments", lambda parameter, state: iter(())):
-        return train(build_trainer(ep), planned=True)
+    with pytest.MonkeyPatch.context() as fault:
+        fault.setattr(moves, "_moments", lambda parameter, state: iter(()))
+        return train(build_trainer(ep), "shuffled")
 
 
 @check
 def trains_without_the_mapping(ep: int) -> dict[str, Any]:
-    with mock.patch.object(overrides.PlacedRoutedExperts, "set_placement", lambda self, slots: None):
-        return train(build_trainer(ep), planned=True)
+    with pytest.MonkeyPatch.context() as fault:
+        fault.setattr(overrides.PlacedRoutedExperts, "set_placement", lambda self, slots: None)
+        return train(build_trainer(ep), "shuffled")
 
 
 class LocallyNormalizingTrainer(RoutePackTrainer):
@@ -94,20 +113,20 @@ class LocallyNormalizingTrainer(RoutePackTrainer):
 
 @check
 def trains_with_local_normalization(ep: int) -> dict[str, Any]:
-    return train(build_trainer(ep, cls=LocallyNormalizingTrainer), planned=True)
+    return train(build_trainer(ep, cls=LocallyNormalizingTrainer), "shuffled")
 
 
-@contextmanager
-def stock_initialization() -> Iterator[None]:
-    with mock.patch.object(RoutePackTrainer, "load_full_state", lambda self, state: None):
-        yield
+class StockInitTrainer(RoutePackTrainer):
+    """Keeps TorchTitan's own initialisation."""
+
+    def load_full_state(self, state):
+        """Nothing."""
 
 
 @check
 def starts_from(ep: int, stock: bool) -> bool:
     """Whether the trainer starts from the values of the local copy."""
-    with stock_initialization() if stock else mock.MagicMock():
-        trainer = build_trainer(ep)
+    trainer = build_trainer(ep, cls=StockInitTrainer if stock else RoutePackTrainer)
     local = dict(build_local_model(TinyQwen3MoE(), seed=7).named_parameters())
     return all(torch.equal(value, local[name]) for name, value in trainer.logical_state_dict().items())
 
@@ -167,7 +186,9 @@ def replays(ep: int, **changes: Any) -> dict[str, Any]:
     with overrides.recorded_routes(trainer.model):
         native = figures(trainer, batch, plan)
         recorded = gathered_routes(trainer, batch, plan)
-    other = windows.skewed_routes(np.random.default_rng(0), len(recorded.routed_experts_TLK), windows.NUM_EXPERTS, windows.TOP_K)
+    other = windows.skewed_routes(
+        np.random.default_rng(0), len(recorded.routed_experts_TLK), windows.NUM_EXPERTS, windows.TOP_K
+    )
     half_T = np.arange(len(recorded.routed_experts_TLK)) % 2 == 0
     others_half_masked = np.where(half_T[:, None, None], recorded.routed_experts_TLK, 0)
     return {
@@ -202,8 +223,13 @@ def gives_log_probabilities(ep: int, **changes: Any) -> dict[str, Any]:
     batch = windows.window(5)
     topology = topology_of(trainer)
     trainer.update(batch, windows.shuffled_plan(batch, topology, 5), CrossEntropyTokenLoss())
-    by_trainer = trainer.log_probabilities(batch, windows.shuffled_plan(batch, topology, 6))
-    return {"trainer": by_trainer, "local": local_log_probabilities(trainer, batch)}
+    plan = windows.shuffled_plan(batch, topology, 6)
+    updated = {"trainer": trainer.log_probabilities(batch, plan), "local": local_log_probabilities(trainer, batch)}
+    other = build_local_model(TinyQwen3MoE(), seed=12)
+    trainer.load_full_state({name: parameter.detach() for name, parameter in other.named_parameters()})
+    loaded = {"trainer": trainer.log_probabilities(batch, plan), "local": local_log_probabilities(trainer, batch)}
+    same = all(torch.equal(value, dict(other.named_parameters())[name]) for name, value in trainer.logical_state_dict().items())
+    return {"updated": updated, "loaded": loaded, "loaded_exactly": same}
 
 
 def local_log_probabilities(trainer: RoutePackTrainer, batch: RolloutBatch) -> np.ndarray:

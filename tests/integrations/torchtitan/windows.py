@@ -43,10 +43,14 @@ def skewed_routes(rng: np.random.Generator, rows: int, num_experts: int, top_k: 
 
 def unrecorded(batch: RolloutBatch) -> RolloutBatch:
     """The same sequences without any route."""
-    return with_routes(batch, np.zeros((0, batch.num_layers, batch.top_k), np.uint8), np.zeros(batch.num_sequences + 1, np.int64))
+    return with_routes(
+        batch, np.zeros((0, batch.num_layers, batch.top_k), np.uint8), np.zeros(batch.num_sequences + 1, np.int64)
+    )
 
 
-def with_routes(batch: RolloutBatch, routed: np.ndarray, cu_seqlens: np.ndarray, valid_T: np.ndarray | None = None) -> RolloutBatch:
+def with_routes(
+    batch: RolloutBatch, routed: np.ndarray, cu_seqlens: np.ndarray, valid_T: np.ndarray | None = None
+) -> RolloutBatch:
     """The same sequences with other routes."""
     return RolloutBatch(
         routed_experts_TLK=routed,

@@ -20,6 +20,8 @@ def main(folder: Path, rank: int, world_size: int) -> None:
     import torch.distributed as dist
     from checks import CHECKS
 
+    from routepack.distributed import leave
+
     # A file joins the ranks: unlike a port it cannot be taken by somebody else between choosing and using it.
     join = f"file://{folder}/join"
     dist.init_process_group("gloo", init_method=join, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
@@ -33,8 +35,7 @@ def main(folder: Path, rank: int, world_size: int) -> None:
     finally:
         (folder / f"rank{rank}.part").write_bytes(pickle.dumps(results))
         (folder / f"rank{rank}.part").rename(folder / f"rank{rank}.pickle")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from routepack.errors import PlanError, RoutePackError, TraceError
 from routepack.integrations.torchtitan import moves, overrides
 from routepack.integrations.torchtitan.losses import TokenLoss
 from routepack.integrations.torchtitan.model import TrainedModel, build_local_model, check_state, moe_layer_ids, num_experts_of
+from routepack.integrations.torchtitan.replayed import ReplayedMicrobatch, num_trained_tokens
 from routepack.integrations.torchtitan.settings import StepMetrics, TrainerSettings, config_fields, start_alone
 from routepack.materialize import Microbatch
 from routepack.planned import ExpertPlacement, Plan
@@ -32,39 +33,6 @@ from routepack.recorded import RolloutBatch
 
 _REPLAYED = "routepack_microbatch"
 """The key under which a microbatch travels through TorchTitan's train step."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ReplayedMicrobatch:
-    """A microbatch as tensors, one row of n tokens; what TorchTitan's own inputs do not hold."""
-
-    targets_n: Tensor
-    """int64 [n]."""
-    loss_mask_n: Tensor
-    """float32 [n]: 1 where the target is trained."""
-    routed_experts_1nLK: Tensor
-    """int [1, n, L, K]."""
-    fields: Mapping[str, Tensor]
-    """The token fields at the targets, zero where they are not trained; floats as float32."""
-
-    @classmethod
-    def of(cls, microbatch: Microbatch, device: torch.device) -> ReplayedMicrobatch:
-        """Move a microbatch to *device*."""
-        loss_mask_n = torch.from_numpy(microbatch.fields["loss_mask"].astype(np.float32)).to(device)
-        return cls(
-            targets_n=torch.from_numpy(microbatch.targets_n).to(device),
-            loss_mask_n=loss_mask_n,
-            routed_experts_1nLK=torch.from_numpy(microbatch.routed_experts_nLK)[None].to(device),
-            fields={name: _trained_only(value_n, loss_mask_n) for name, value_n in microbatch.fields.items()},
-        )
-
-
-def _trained_only(value_n: np.ndarray, loss_mask_n: Tensor) -> Tensor:
-    # Untrained tokens may hold anything, such as -inf: their loss must be finite before it is multiplied by 0.
-    value = torch.from_numpy(value_n).to(loss_mask_n.device)
-    value = value.float() if value.is_floating_point() else value
-    mask = loss_mask_n.bool().reshape(-1, *[1] * (value.ndim - 1))
-    return torch.where(mask, value, torch.zeros_like(value))
 
 
 class RoutePackTrainer(Trainer):
@@ -132,7 +100,7 @@ class RoutePackTrainer(Trainer):
             TraceError: the batch cannot be trained on, see :func:`routepack.materialize.microbatches`.
         """
         microbatches = self._agreed_microbatches(batch, plan)
-        trained_tokens = _num_trained(batch)
+        trained_tokens = num_trained_tokens(batch)
         experts_moved = self._move(plan.placement)
         self._loss, self._metric_sums = loss, {}
         self.gradient_accumulation_steps = len(microbatches)
@@ -282,7 +250,7 @@ class RoutePackTrainer(Trainer):
         longest, limit = int(batch.num_tokens_S.max()), self.config.training.seq_len
         if longest > limit + 1:
             raise TraceError(f"a sequence has {longest} tokens; model.max_seq_len={limit} feeds in at most {limit}: raise it.")
-        _num_trained(batch)
+        num_trained_tokens(batch)
 
     def _placement_error(self, placement: ExpertPlacement) -> PlanError | None:
         placed, own = placement.physical_to_logical_LP.shape, self.placement.physical_to_logical_LP.shape
@@ -327,19 +295,3 @@ class RoutePackTrainer(Trainer):
 
 def _full(parameter: Tensor) -> Tensor:
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
-
-
-def _num_trained(batch: RolloutBatch) -> int:
-    """Tokens that the batch trains. Raises TraceError where there is none, or where ``loss_mask`` is no mask."""
-    if "loss_mask" not in batch.token_fields:
-        raise TraceError(
-            f"the batch has token fields {sorted(batch.token_fields)} but no loss_mask, 1 where a token is trained."
-        )
-    mask_N = np.asarray(batch.token_fields["loss_mask"]).astype(np.float64)
-    if mask_N.ndim != 1 or not np.isin(mask_N, (0.0, 1.0)).all():
-        raise TraceError("loss_mask must be one 0 or 1 for each token: put weights into the advantages.")
-    first_S = batch.cu_tokens[:-1]
-    num_trained = int(mask_N.sum() - mask_N[first_S].sum())
-    if not num_trained:
-        raise TraceError("loss_mask trains no token of this window (first tokens are not predicted): nothing to learn from.")
-    return num_trained

@@ -1,0 +1,63 @@
+"""A microbatch as tensors on the trainer's device, and the tokens that a window trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from routepack.errors import TraceError
+from routepack.materialize import Microbatch
+from routepack.recorded import RolloutBatch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReplayedMicrobatch:
+    """A microbatch as tensors, one row of n tokens; what TorchTitan's own inputs do not hold."""
+
+    targets_n: Tensor
+    """int64 [n]."""
+    loss_mask_n: Tensor
+    """float32 [n]: 1 where the target is trained."""
+    routed_experts_1nLK: Tensor
+    """int [1, n, L, K]."""
+    fields: Mapping[str, Tensor]
+    """The token fields at the targets, zero where they are not trained; floats as float32."""
+
+    @classmethod
+    def of(cls, microbatch: Microbatch, device: torch.device) -> ReplayedMicrobatch:
+        """Move a microbatch to *device*."""
+        loss_mask_n = torch.from_numpy(microbatch.fields["loss_mask"].astype(np.float32)).to(device)
+        return cls(
+            targets_n=torch.from_numpy(microbatch.targets_n).to(device),
+            loss_mask_n=loss_mask_n,
+            routed_experts_1nLK=torch.from_numpy(microbatch.routed_experts_nLK)[None].to(device),
+            fields={name: _trained_only(value_n, loss_mask_n) for name, value_n in microbatch.fields.items()},
+        )
+
+
+def _trained_only(value_n: np.ndarray, loss_mask_n: Tensor) -> Tensor:
+    # Untrained tokens may hold anything, such as -inf: their loss must be finite before it is multiplied by 0.
+    value = torch.from_numpy(value_n).to(loss_mask_n.device)
+    value = value.float() if value.is_floating_point() else value
+    mask = loss_mask_n.bool().reshape(-1, *[1] * (value.ndim - 1))
+    return torch.where(mask, value, torch.zeros_like(value))
+
+
+def num_trained_tokens(batch: RolloutBatch) -> int:
+    """Tokens that the batch trains. Raises TraceError where there is none, or where ``loss_mask`` is no mask."""
+    if "loss_mask" not in batch.token_fields:
+        raise TraceError(
+            f"the batch has token fields {sorted(batch.token_fields)} but no loss_mask, 1 where a token is trained."
+        )
+    mask_N = np.asarray(batch.token_fields["loss_mask"]).astype(np.float64)
+    if mask_N.ndim != 1 or not np.isin(mask_N, (0.0, 1.0)).all():
+        raise TraceError("loss_mask must be one 0 or 1 for each token: put weights into the advantages.")
+    first_S = batch.cu_tokens[:-1]
+    num_trained = int(mask_N.sum() - mask_N[first_S].sum())
+    if not num_trained:
+        raise TraceError("loss_mask trains no token of this window (first tokens are not predicted): nothing to learn from.")
+    return num_trained

@@ -1,0 +1,154 @@
+"""Launches of several gloo ranks, shared by the tests of this folder: each runs many checks, see checks.py."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+collect_ignore = ["checks.py", "windows.py", "worker.py"]
+
+HERE = Path(__file__).parent
+SOURCE = HERE.parents[2] / "src"
+Results = list[dict[str, Any]]
+"""For each rank, what each check gave, by key."""
+
+Check = tuple[str, str, dict[str, Any]]
+"""A key for the result, the check's name in checks.py, and its arguments."""
+
+
+def launch(checks: list[Check], num_ranks: int, folder: Path, *, timeout: float = 280.0) -> list[dict[str, Any]]:
+    """Run *checks*, one after another, on *num_ranks* gloo ranks; gives each rank's results by key.
+
+    Raises RuntimeError with the ranks' output where one failed, and kills all where one hangs.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "checks.pickle").write_bytes(pickle.dumps(checks))
+    ranks = [_start(folder, rank, num_ranks) for rank in range(num_ranks)]
+    try:
+        _wait(ranks, time.monotonic() + timeout)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    results = [_result(folder, rank) for rank in range(num_ranks)]
+    codes = [process.returncode for process in ranks]
+    if any(codes) or any("error" in result for result in results):
+        raise RuntimeError(
+            f"exit codes {codes} of {num_ranks} ranks\n" + "\n".join(_output(folder, r) for r in range(num_ranks))
+        )
+    return results
+
+
+def _start(folder: Path, rank: int, num_ranks: int) -> subprocess.Popen:
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
+    environment.update(
+        {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SOURCE}{os.pathsep}{HERE}", "WORLD_SIZE": str(num_ranks), "RANK": str(rank)}
+    )
+    command = [sys.executable, str(HERE / "worker.py"), str(folder), str(rank), str(num_ranks)]
+    with (folder / f"rank{rank}.log").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def _wait(ranks: list[subprocess.Popen], deadline: float) -> None:
+    while any(process.poll() is None for process in ranks):
+        # One failed rank leaves the others waiting for it; there is nothing to wait for then.
+        if time.monotonic() > deadline or any(process.poll() not in (None, 0) for process in ranks):
+            return
+        time.sleep(0.05)
+
+
+def _result(folder: Path, rank: int) -> dict[str, Any]:
+    path = folder / f"rank{rank}.pickle"
+    return pickle.loads(path.read_bytes()) if path.exists() else {"error": "no result"}
+
+
+def _output(folder: Path, rank: int) -> str:
+    return f"--- rank {rank}\n{(folder / f'rank{rank}.log').read_text()[-3000:]}"
+
+
+def trains(ep: int, plans: str, **changes: Any) -> Check:
+    return f"trains ep={ep} {plans}", "trains", {"ep": ep, "plans": plans, **changes}
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """One rank."""
+    checks = [
+        trains(1, "first_fit"),
+        trains(1, "planner"),
+        trains(1, "shuffled"),
+        ("moves", "moves_experts", {"ep": 1}),
+        ("replays", "replays", {"ep": 1}),
+        ("replays selective", "replays", {"ep": 1, "activation_checkpoint": "selective"}),
+        ("replays full", "replays", {"ep": 1, "activation_checkpoint": "full"}),
+        ("log_probabilities", "gives_log_probabilities", {"ep": 1}),
+    ]
+    return launch(checks, 1, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Two ranks."""
+    folder = tmp_path_factory.mktemp("pair")
+    checks = [
+        trains(2, "first_fit"),
+        trains(2, "planner"),
+        trains(2, "shuffled"),
+        ("moments left behind", "trains_with_moments_left_behind", {"ep": 2}),
+        ("mapping not applied", "trains_without_the_mapping", {"ep": 2}),
+        ("normalized locally", "trains_with_local_normalization", {"ep": 2}),
+        ("starts", "starts_from", {"ep": 2, "stock": False}),
+        ("stock starts", "starts_from", {"ep": 2, "stock": True}),
+        ("moves", "moves_experts", {"ep": 2}),
+        ("replays", "replays", {"ep": 2}),
+        ("log_probabilities", "gives_log_probabilities", {"ep": 2}),
+        ("refuses", "refuses", {"ep": 2}),
+        ("resumes", "resumes", {"ep": 2, "folder": str(folder / "checkpoints")}),
+    ]
+    return launch(checks, 2, folder)
+
+
+@pytest.fixture(scope="session")
+def quad(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Four ranks, two EP groups."""
+    checks = [trains(2, "first_fit"), trains(2, "planner"), ("moves", "moves_experts", {"ep": 2})]
+    return launch(checks, 4, tmp_path_factory.mktemp("quad"))
+
+
+@pytest.fixture(scope="session")
+def slow_pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Two ranks without expert parallelism."""
+    return launch([trains(1, "first_fit"), trains(1, "planner")], 2, tmp_path_factory.mktemp("slow_pair"))
+
+
+@pytest.fixture(scope="session")
+def slow_quad(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Four ranks in every layout that the default tests leave out."""
+    hsdp = {"ep": 2, "data_parallel_replicate_degree": 2}
+    checks = [
+        trains(4, "first_fit"),
+        trains(4, "planner"),
+        trains(2, "shuffled"),
+        ("trains padded", "trains", {"ep": 2, "plans": "shuffled", "pad_to_multiple_of": 16}),
+        ("trains recomputing", "trains", {"ep": 2, "plans": "shuffled", "activation_checkpoint": "full"}),
+        ("trains replicated", "trains", {**hsdp, "plans": "shuffled"}),
+        ("moves ep=4", "moves_experts", {"ep": 4}),
+        ("moves ep=1", "moves_experts", {"ep": 1}),
+        ("moves replicated", "moves_experts", hsdp),
+        ("moves inside experts", "moves_experts", {"ep": 2, "num_experts": 2}),
+        ("moves inside experts ep=1", "moves_experts", {"ep": 1, "num_experts": 3}),
+        ("moves uneven shards", "moves_experts", {"ep": 1, "num_experts": 6}),
+        ("replays", "replays", {"ep": 2}),
+        ("replays selective", "replays", {"ep": 2, "activation_checkpoint": "selective"}),
+        ("log_probabilities", "gives_log_probabilities", {"ep": 2}),
+    ]
+    return launch(checks, 4, tmp_path_factory.mktemp("slow_quad"), timeout=280)

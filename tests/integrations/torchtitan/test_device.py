@@ -1,0 +1,31 @@
+"""Choosing TorchTitan's device, each in a fresh interpreter."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SOURCE = Path(__file__).parents[3] / "src"
+
+on_cpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator, which TorchTitan uses as it is")
+
+
+def run(code):
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(SOURCE)}, timeout=100
+    )
+    return done.stdout + done.stderr
+
+
+@on_cpu
+def test_torchtitan_runs_on_the_cpu_after_the_import():
+    code = "import routepack.integrations.torchtitan; from torchtitan.distributed import utils; print(utils.device_type)"
+    assert run(code).split() == ["cpu"]
+
+
+@on_cpu
+def test_too_late_an_import_says_so():
+    output = run("import torchtitan.distributed.utils; import routepack.integrations.torchtitan")
+    assert "ConfigError: TorchTitan has no accelerator here and chose its device when torchtitan." in output

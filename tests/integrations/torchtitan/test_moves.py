@@ -1,0 +1,74 @@
+"""Moving experts: every weight and moment arrives bit for bit, in place."""
+
+import numpy as np
+import pytest
+
+from routepack.integrations.torchtitan import moves
+from routepack.types import ExpertPlacement
+
+LAYOUTS = [
+    ("alone", "moves"),
+    ("pair", "moves"),
+    ("quad", "moves"),
+    *(
+        pytest.param(("slow_quad", key), marks=pytest.mark.slow)
+        for key in (
+            "moves ep=4",
+            "moves ep=1",
+            "moves replicated",
+            "moves inside experts",
+            "moves inside experts ep=1",
+            "moves uneven shards",
+        )
+    ),
+]
+"""FSDP alone, EP, EP x FSDP, HSDP, and experts cut inside because there are fewer than ranks."""
+
+
+@pytest.fixture(params=LAYOUTS)
+def moved(request):
+    """What each rank saw of one move."""
+    ranks, key = request.param
+    return [result[key] for result in request.getfixturevalue(ranks)]
+
+
+def test_weights_and_moments_keep_their_bits(moved):
+    for rank in moved:
+        assert rank["num_tensors"] == 36  # 4 layers x 3 weights x (weight and two moments)
+        assert rank["unequal"] == []
+
+
+def test_experts_that_changed_rank_are_counted(moved):
+    assert [rank["moved"] for rank in moved] == [rank["expected_moved"] for rank in moved]
+
+
+def test_storage_stays_in_place(moved):
+    assert all(rank["storages_kept"] for rank in moved)
+
+
+def test_the_moved_tensors_could_have_shown_a_fault(moved):
+    assert all(rank["nonzero_moments"] and rank["distinct_experts"] for rank in moved)
+
+
+def test_layouts_are_those_of_torchtitan(pair):
+    assert pair[0]["moves"]["placements"] == ["(_StridedShard(dim=0, sf=2), Shard(dim=0))"]
+
+
+@pytest.mark.slow
+def test_few_experts_are_cut_inside(slow_quad):
+    assert slow_quad[0]["moves inside experts"]["placements"] == ["(Shard(dim=1), Shard(dim=0))"]
+
+
+def test_slot_sources_undo_the_old_placement():
+    rng = np.random.default_rng(0)
+    old, new = (ExpertPlacement(physical_to_logical_LP=np.argsort(rng.random((3, 8)), axis=1)) for _ in range(2))
+    source_LP = moves.slot_sources(old, new)
+    held_LP = np.take_along_axis(old.physical_to_logical_LP, source_LP, axis=1)
+    assert np.array_equal(held_LP, new.physical_to_logical_LP)
+
+
+def test_moves_inside_a_rank_are_not_counted():
+    old = ExpertPlacement(physical_to_logical_LP=[[0, 1, 2, 3]])
+    new = ExpertPlacement(physical_to_logical_LP=[[1, 0, 2, 3]])
+    assert moves.num_experts_moved(old, new, num_ranks=2) == 0
+    assert moves.num_experts_moved(old, new, num_ranks=4) == 2

@@ -1,0 +1,80 @@
+"""The trainer's other promises: log-probabilities, checkpoints, and one clear error on every rank."""
+
+import numpy as np
+import pytest
+
+from routepack.errors import ConfigError
+from routepack.integrations.torchtitan.model import TinyQwen3MoE
+from routepack.integrations.torchtitan.settings import TrainerSettings, config_fields
+
+
+@pytest.mark.parametrize("ranks", ["alone", "pair", pytest.param("slow_quad", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weights", ["updated", "loaded"])
+def test_log_probabilities_are_those_of_a_plain_forward(request, ranks, weights):
+    result = request.getfixturevalue(ranks)[0]["log_probabilities"][weights]
+    assert np.abs(result["local"]).sum() > 0
+    np.testing.assert_allclose(result["trainer"], result["local"], atol=2e-6)
+
+
+def test_log_probabilities_are_the_same_on_every_rank(pair):
+    by_rank = [result["log_probabilities"]["updated"]["trainer"] for result in pair]
+    assert np.array_equal(*by_rank)
+
+
+def test_a_full_state_comes_back_as_it_was_loaded_wherever_the_experts_are(pair):
+    assert all(result["log_probabilities"]["loaded_exactly"] for result in pair)
+
+
+def test_a_checkpoint_brings_back_weights_moments_and_placement(pair):
+    for result in pair:
+        assert result["resumes"]["placement_restored"]
+        assert result["resumes"]["resumed"] == result["resumes"]["went_on"]
+
+
+@pytest.mark.parametrize("attempt", ["other_plan", "other_placement"])
+def test_ranks_that_disagree_all_refuse(pair, attempt):
+    for rank, result in enumerate(pair):
+        assert f"PlanError: rank {rank} holds pl" in result["refuses"][attempt]
+
+
+def test_an_error_on_one_rank_reaches_all(pair):
+    assert "TraceError: sequence" in pair[0]["refuses"]["broken_batch_on_rank_0"]
+    assert "PlanError: another rank could not use its plan" in pair[1]["refuses"]["broken_batch_on_rank_0"]
+
+
+def test_a_plan_for_other_ranks_is_refused(pair):
+    assert "the plan is for (4, 2)" in pair[0]["refuses"]["other_topology"]
+
+
+def test_a_refused_plan_moves_nothing(pair):
+    assert all(result["refuses"]["moved_nothing"] == "True" for result in pair)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expert_parallel_degree": 3}, "trainer.expert_parallel_degree=3 does not divide data_parallel_shard_degree=4"),
+        ({"data_parallel_shard_degree": 3}, "needs 3 ranks; 4 were started"),
+        ({"data_parallel_replicate_degree": 8}, "needs 8 ranks; 4 were started"),
+        ({"data_parallel_replicate_degree": 2, "expert_parallel_degree": 4}, "does not divide data_parallel_shard_degree=2"),
+    ],
+)
+def test_degrees_that_do_not_fit_the_ranks_are_refused(monkeypatch, changes, message):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=message):
+        config_fields(TinyQwen3MoE(), TrainerSettings(**changes))
+
+
+def test_experts_that_ranks_cannot_share_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="does not divide the model's 6 experts"):
+        config_fields(TinyQwen3MoE(num_experts=6), TrainerSettings(expert_parallel_degree=4))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"expert_parallel_degree": 0}, {"activation_checkpoint": "some"}, {"param_dtype": "fp8"}, {"pad_to_multiple_of": 0}],
+)
+def test_settings_out_of_range_are_refused(changes):
+    with pytest.raises(ConfigError, match=f"trainer.{next(iter(changes))}"):
+        TrainerSettings(**changes)

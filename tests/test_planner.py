@@ -1,0 +1,165 @@
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from routepack.components.packer import AttentionAwarePacker, FirstFitPacker, Packer
+from routepack.components.rerouter import ExpertRerouter, IdentityRerouter
+from routepack.cost import CostModel
+from routepack.errors import ConfigError, InfeasibleError
+from routepack.planner import Planner
+from routepack.testing import synthetic_batch, synthetic_demand
+from routepack.types import SYNCS, ExpertPlacement, RoutingDemand, Topology
+from routepack.verification import verify
+
+TOPOLOGY = Topology(data_parallel_degree=4, expert_parallel_degree=2)
+DEMAND = synthetic_demand(num_sequences=96, max_length=256)
+
+
+def planner(**options):
+    return Planner(**{"topology": TOPOLOGY, "packer": AttentionAwarePacker(max_tokens=512)} | options)
+
+
+def test_a_batch_and_its_demand_give_the_same_plan():
+    batch = synthetic_batch(num_sequences=96, max_length=256)
+    assert planner().plan(batch).digest == planner().plan(DEMAND).digest
+
+
+def test_the_plan_beats_its_baseline_and_keeps_its_bound():
+    plan = planner().plan(DEMAND)
+    assert plan.bound <= plan.value < 0.9 * plan.baseline_value
+    assert plan.gap < 0.1
+    assert plan.parts["planned.imbalance_mean"] < plan.parts["baseline.imbalance_mean"]
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_the_same_seed_gives_the_same_plan_on_any_number_of_threads(sync):
+    plans = [planner(sync=sync, packer=AttentionAwarePacker(max_tokens=512, threads=n)).plan(DEMAND) for n in (1, 2, 3)]
+    assert len({plan.digest for plan in plans}) == 1
+
+
+def test_another_seed_gives_another_plan():
+    assert planner(seed=1).plan(DEMAND).digest != planner(seed=0).plan(DEMAND).digest
+
+
+def test_more_proposals_do_not_make_the_step_slower():
+    assert planner(num_proposals=400_000).plan(DEMAND).value <= planner(num_proposals=2000).plan(DEMAND).value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spreading(Packer):
+    """Legal and poor: as many microbatches as there are sequences for."""
+
+    def assign(self, problem):
+        ranks = problem.topology.data_parallel_degree
+        return np.arange(len(problem.length_S)) % (len(problem.length_S) // ranks * ranks)
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_poor_packer_never_makes_the_plan_worse_than_the_baseline(sync):
+    plan = planner(packer=Spreading(max_tokens=512), rerouter=IdentityRerouter(), sync=sync).plan(DEMAND)
+    assert plan.value == plan.baseline_value
+    assert verify(plan, DEMAND) == []
+
+
+@given(st.integers(0, 2**32), st.sampled_from(SYNCS), st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]))
+@settings(max_examples=40)
+def test_every_plan_is_accepted_by_the_independent_checker(seed, sync, degrees):
+    topology = Topology(data_parallel_degree=degrees[0], expert_parallel_degree=degrees[1])
+    demand = synthetic_demand(num_sequences=24, max_length=64, num_layers=2, num_experts=8, seed=seed)
+    plan = planner(topology=topology, packer=AttentionAwarePacker(max_tokens=128), sync=sync, num_proposals=2000).plan(demand)
+    assert verify(plan, demand) == []
+
+
+def test_units_of_alike_cost_share_a_microbatch_where_microbatches_are_waited_for():
+    topology = Topology(data_parallel_degree=4, expert_parallel_degree=1)
+    step, microbatch = (planner(sync=sync, topology=topology).plan(DEMAND) for sync in ("step", "microbatch"))
+    assert microbatch.parts["planned.waiting"] < 0.03
+    dealt = evaluate_as(step, "microbatch")
+    assert microbatch.value < dealt
+
+
+def evaluate_as(plan, sync):
+    """The value of a plan under another sync."""
+    from routepack.verification import _value
+
+    return _value(replace(plan, sync=sync), DEMAND, plan.packing.cell_of_S, plan.placement.rank_of_LE(1))
+
+
+def test_baseline_against_itself_gains_nothing():
+    plan = planner(packer=FirstFitPacker(max_tokens=512), rerouter=IdentityRerouter()).plan(DEMAND)
+    assert plan.value == plan.baseline_value
+
+
+def test_rerouting_alone_gains_on_first_fit():
+    plan = planner(packer=FirstFitPacker(max_tokens=512), rerouter=ExpertRerouter()).plan(DEMAND)
+    assert plan.value < plan.baseline_value
+
+
+def test_experts_stay_where_they_are_when_the_window_comes_again():
+    first = planner().plan(DEMAND)
+    again = planner().plan(DEMAND, previous=first.placement)
+    assert (again.placement.physical_to_logical_LP == first.placement.physical_to_logical_LP).all()
+
+
+def test_ranks_are_numbered_as_they_were():
+    first = planner().plan(DEMAND)
+    renumbered = ExpertPlacement(physical_to_logical_LP=np.roll(first.placement.physical_to_logical_LP, 8, axis=1))
+    near = planner().plan(DEMAND, previous=renumbered)
+    assert (near.placement.physical_to_logical_LP == renumbered.physical_to_logical_LP).all()
+    assert near.value == first.value
+    assert verify(near, DEMAND) == []
+
+
+def test_a_time_limit_is_kept_and_named():
+    plan = planner(time_limit_seconds=0.5).plan(DEMAND)
+    assert plan.budget == {"time_limit_seconds": 0.5}
+    assert plan.plan_seconds < 2.0
+
+
+def test_a_fixed_number_of_proposals_is_named():
+    assert planner(num_proposals=5000).plan(DEMAND).budget == {"num_proposals": 5000}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sync": "never"}, "sync='never' is unknown"),
+        ({"time_limit_seconds": 1.0, "num_proposals": 5}, "exclude each other"),
+        ({"num_proposals": 0}, "num_proposals=0 must be above 0"),
+        ({"time_limit_seconds": -1.0}, "time_limit_seconds=-1.0 must be above 0"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        planner(**options)
+
+
+def test_ranks_that_do_not_divide_the_experts_are_refused():
+    topology = Topology(data_parallel_degree=3, expert_parallel_degree=3)
+    with pytest.raises(ConfigError, match="does not divide the 16 experts"):
+        planner(topology=topology).plan(DEMAND)
+
+
+def test_a_sequence_longer_than_the_cap_is_refused():
+    with pytest.raises(InfeasibleError, match="max_tokens=100 is shorter than sequence"):
+        planner(packer=AttentionAwarePacker(max_tokens=100)).plan(DEMAND)
+
+
+def test_sequences_without_routes_are_planned_by_length():
+    demand = RoutingDemand(tokens_SLE=np.zeros((8, 2, 4), dtype=np.int32), length_S=np.arange(1, 9), top_k=1)
+    plan = planner(packer=AttentionAwarePacker(max_tokens=12)).plan(demand)
+    assert verify(plan, demand) == []
+
+
+def test_plans_are_priced_in_seconds_by_a_cost_model_of_flops():
+    plan = planner(cost_model=CostModel.for_model("qwen3_30b_a3b", device="h200")).plan(DEMAND)
+    assert plan.unit == "seconds"
+    assert plan.cost["model"] == "FlopsCost"
+    assert 1e-4 < plan.value < 10.0
+
+
+def test_a_plan_names_the_versions_it_depends_on():
+    assert {"routepack", "numpy", "numba", "python"} <= set(planner(num_proposals=100).plan(DEMAND).versions)
