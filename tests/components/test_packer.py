@@ -45,10 +45,7 @@ class LongestFirst(Packer):
     """The example of the documentation: one method."""
 
     def assign(self, problem):
-        cell_of_S = greedy.longest_first(
-            problem.cost_S, problem.num_cells, length_S=problem.length_S, max_tokens=problem.max_tokens
-        )
-        return problem.feasible_cell_of_S if (cell_of_S < 0).any() else cell_of_S
+        return greedy.longest_first(problem.cost_S, problem.num_cells, length_S=problem.length_S, max_tokens=problem.max_tokens)
 
 
 @pytest.mark.parametrize(
@@ -146,3 +143,16 @@ def test_annealing_starts_from_the_given_packing():
 def test_first_fit_takes_the_longest_first():
     packer = FirstFitPacker(max_tokens=10)
     assert packer.pack(problem(packer, [2, 6, 3, 7], ranks=1)).cell_of_S.tolist() == [1, 1, 0, 0]
+
+
+def test_a_packer_that_finds_no_room_gets_one_microbatch_more():
+    # Two cells of 10 tokens could hold 7 + 3 and 3 + 3 + 2 + 2; dealing by cost ends with 7 + 2, 3 + 3 + 3 and a 2 left over.
+    packer = LongestFirst(max_tokens=10)
+    tight = problem(packer, [7, 3, 3, 3, 2, 2])
+    assert tight.num_microbatches == 1
+    assert packer.pack(tight).num_microbatches == 2
+
+
+def test_a_packer_that_never_finds_room_is_named():
+    with pytest.raises(PlanError, match=r"Always left sequence 0 .* fill no more than"):
+        Always(max_tokens=16, cells=(-1, 0, 1, 2)).pack(problem(Always(max_tokens=16), [8, 9, 2, 3]))

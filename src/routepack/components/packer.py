@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, final
 
@@ -72,7 +72,10 @@ class Packer(ABC):
 
     @abstractmethod
     def assign(self, problem: PackingProblem) -> np.ndarray:
-        """int [S]: the cell of every sequence. All of 0 .. M x W - 1 used, none above the cap, for any M."""
+        """int [S]: the cell of every sequence. All of 0 .. M x W - 1 used, none above the cap, for any M.
+
+        -1 for a sequence that it found no room for: it is then asked again, with one microbatch more.
+        """
 
     @final
     def certify(self, length_S: np.ndarray, topology: Topology, *, seed: int = 0) -> tuple[Certificate, np.ndarray]:
@@ -106,29 +109,48 @@ class Packer(ABC):
     @final
     def pack(self, problem: PackingProblem) -> Packing:
         """The packing, checked. Raises PlanError naming the packer, the cell, its tokens and the cap."""
-        name, ranks = type(self).__name__, problem.topology.data_parallel_degree
-        cell_of_S = np.asarray(self.assign(problem))
-        if cell_of_S.shape != problem.length_S.shape or cell_of_S.dtype.kind not in "iu":
-            raise PlanError(
-                f"{name} gave cells of shape {cell_of_S.shape} and dtype {cell_of_S.dtype}; "
-                f"{len(problem.length_S)} whole numbers are needed."
-            )
-        if cell_of_S.min() < 0:
-            s = int(cell_of_S.argmin())
-            raise PlanError(
-                f"{name} left sequence {s} ({problem.length_S[s]} tokens) in cell {cell_of_S[s]}: cells start at 0."
-            )
+        cell_of_S = self._assigned(problem)
+        while cell_of_S.min() < 0:
+            problem = self._roomier(problem, cell_of_S)
+            cell_of_S = self._assigned(problem)
+        ranks = problem.topology.data_parallel_degree
         tokens_C = np.bincount(cell_of_S, problem.length_S).astype(np.int64)
         cell = int(tokens_C.argmax())
         if tokens_C[cell] > self.max_tokens:
             raise PlanError(
-                f"{name} put {tokens_C[cell]} tokens into cell {cell} (microbatch {cell // ranks}, rank {cell % ranks}); "
-                f"packer.max_tokens={self.max_tokens} is the cap."
+                f"{type(self).__name__} put {tokens_C[cell]} tokens into cell {cell} (microbatch {cell // ranks}, rank "
+                f"{cell % ranks}); packer.max_tokens={self.max_tokens} is the cap."
             )
         try:
             return Packing(cell_of_S=cell_of_S, num_microbatches=-(-len(tokens_C) // ranks), data_parallel_degree=ranks)
         except PlanError as error:
-            raise PlanError(f"{name}: {error}") from error
+            raise PlanError(f"{type(self).__name__}: {error}") from error
+
+    def _assigned(self, problem: PackingProblem) -> np.ndarray:
+        cell_of_S = np.asarray(self.assign(problem))
+        if cell_of_S.shape != problem.length_S.shape or cell_of_S.dtype.kind not in "iu":
+            raise PlanError(
+                f"{type(self).__name__} gave cells of shape {cell_of_S.shape} and dtype {cell_of_S.dtype}; "
+                f"{len(problem.length_S)} whole numbers are needed."
+            )
+        return cell_of_S
+
+    def _roomier(self, problem: PackingProblem, cell_of_S: np.ndarray) -> PackingProblem:
+        """The same problem with one microbatch more, where there are sequences enough to fill it."""
+        from routepack.solvers import greedy
+
+        s, num_cells = int(cell_of_S.argmin()), problem.num_cells + problem.topology.data_parallel_degree
+        if cell_of_S[s] < -1 or num_cells > len(cell_of_S):
+            raise PlanError(
+                f"{type(self).__name__} left sequence {s} ({problem.length_S[s]} tokens) in cell {cell_of_S[s]}: cells start at "
+                f"0, and {len(cell_of_S)} sequences fill no more than {problem.num_microbatches} microbatches."
+            )
+        return replace(
+            problem,
+            num_microbatches=problem.num_microbatches + 1,
+            feasible_cell_of_S=greedy.fill_empty(problem.feasible_cell_of_S, problem.length_S, num_cells),
+            start_cell_of_S=None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
