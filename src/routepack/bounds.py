@@ -1,4 +1,4 @@
-"""What no plan of a window can go below. Derivations: docs/design/bounds.md. Letters: :mod:`routepack.types`."""
+"""What no plan of a window can go below. Derivations: docs/design/planning.md. Letters: :mod:`routepack.types`."""
 
 from __future__ import annotations
 

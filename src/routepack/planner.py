@@ -94,10 +94,10 @@ class Planner:
 def default_proposals(demand: RoutingDemand, topology: Topology) -> int:
     """Proposals that a plan gets where nothing is set: 4000 a sequence, fewer where each costs much.
 
-    About 3 s on two cores for the largest windows, and well below one second for small ones.
+    About 3 s on two cores for large windows, and well below one second for small ones.
     """
     per_proposal = topology.expert_parallel_degree * demand.num_layers
-    return int(min(4000 * demand.num_sequences, 2.2e9 / per_proposal))
+    return int(min(4000 * demand.num_sequences, 1.8e9 / per_proposal))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

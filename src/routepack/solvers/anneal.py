@@ -45,7 +45,7 @@ class Weights:
     @classmethod
     def of(cls, cost_SI: np.ndarray, expert: float, num_rows: int) -> Weights:
         """Scale real costs so that their total fills 2^56: seven digits or more of each survive."""
-        scale = 2.0**56 / (float(cost_SI.sum()) + expert * num_rows)
+        scale = 2.0**56 / ((float(cost_SI.sum()) + expert * num_rows) or 1.0)
         return cls(cost_SI=np.rint(cost_SI * scale).astype(np.int64), expert=int(np.rint(expert * scale)))
 
 
@@ -66,6 +66,8 @@ class Layout:
             per_sequence[-1] = 0
         self.expert, self.max_tokens = np.int64(weights.expert), np.int64(max_tokens)
         self.num_cells, self.cells_per_unit, self.num_groups = num_cells, cells_per_unit, num_groups
+        rows_per_token = float((load_SRL.sum(axis=1, dtype=np.int64).max(axis=1) / length_S).max())
+        assert cells_per_unit * max_tokens * rows_per_token < 2**31, "a unit's rows do not fit int32"
         self.restore(np.asarray(cell_of_S)[self.order_S])
 
     @property
