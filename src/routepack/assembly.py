@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -35,12 +36,16 @@ PLANNER_KEYS = (*COMPONENTS, *PLAN_OPTIONS)
 
 def build_planner(config: DictConfig) -> Planner:
     """The planner that *config* describes; raises ConfigError naming the option that is wrong."""
-    given = {key: config[key] for key in PLAN_OPTIONS if key in config}
     return Planner(
         topology=build(config, "topology", base=Topology),
         cost_model=build(config, "cost_model", base=CostModel, default=WindowNormalizedCost),
         collector=build(config, "collector", base=RoutingDemandCollector),
         rerouter=build(config, "rerouter", base=Rerouter, default=ExpertRerouter),
         packer=build(config, "packer", base=Packer, default=AttentionAwarePacker),
-        **asdict(instantiate(PlanOptions, given, where="")),
+        **_options(config),
     )
+
+
+def _options(config: DictConfig) -> dict[str, Any]:
+    given = {key: config[key] for key in PLAN_OPTIONS if key in config}
+    return asdict(instantiate(PlanOptions, given, where=""))

@@ -12,7 +12,7 @@ import importlib
 import inspect
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -63,10 +63,10 @@ def build(config: DictConfig, section: str, *, base: type[T], default: type[T] |
 
 def instantiate(target: type[T], options: dict[str, Any], *, where: str) -> T:
     """Make a *target* dataclass from plain *options*, each checked against the type of its field."""
-    fields = [field.name for field in dataclasses.fields(target) if field.init]
+    fields = [field.name for field in dataclasses.fields(cast(Any, target)) if field.init]
     check_keys(options, fields, where=where, what=target.__name__)
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(target), options))
+        return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(target), options)))
     except RoutePackError:
         raise
     except OmegaConfBaseException as error:

@@ -6,7 +6,6 @@ Letters: :mod:`routepack.types`; I attention stages. A unit is one microbatch of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -45,7 +44,7 @@ class CostRates:
     """float64 [I]: per token."""
     quadratic_I: np.ndarray
     """float64 [I]: per pair; zero for linear attention."""
-    window_I: np.ndarray | None = None
+    window_I: np.ndarray = None  # pyrefly: ignore[bad-assignment]
     """int64 [I]: tokens that a token can look back on; 0, or None for all stages: every earlier one."""
     unit: str = "relative"
 
@@ -133,8 +132,8 @@ class WindowNormalizedCost(CostModel):
         routed = float(demand.tokens_LE.sum())
         return CostRates(
             expert=self.expert_share * expert_ranks / routed if routed else 0.0,
-            linear_I=[self.linear_share * ranks / length_S.sum()],
-            quadratic_I=[self.quadratic_share * ranks / (length_S**2).sum()],
+            linear_I=np.array([self.linear_share * ranks / length_S.sum()]),
+            quadratic_I=np.array([self.quadratic_share * ranks / (length_S**2).sum()]),
         )
 
 
@@ -237,8 +236,3 @@ def _sum_by(unit_of_S: np.ndarray, values: np.ndarray, num_units: int) -> np.nda
     by_unit = np.argsort(unit_of_S, kind="stable")
     starts = np.searchsorted(unit_of_S[by_unit], np.arange(num_units))
     return np.add.reduceat(values[by_unit], starts, axis=0, dtype=np.int64)
-
-
-def rates_from(cost: Mapping[str, Any]) -> CostRates:
-    """The rates that a plan's ``cost`` mapping keeps."""
-    return CostRates(expert=cost["expert"], linear_I=cost["linear"], quadratic_I=cost["quadratic"], window_I=cost.get("window"))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from routepack.cost import CostModel, CostRates
 from routepack.errors import ConfigError
 from routepack.types import RoutingDemand, Topology
@@ -82,9 +84,9 @@ class FlopsCost(CostModel):
         row = 2.0 * 3.0 * self.dim * self.moe_hidden_dim * (3.0 + again) / (self.peak_flops * self.expert_efficiency)
         return CostRates(
             expert=row / (shared if topology.expert_parallel_degree == 1 else 1),
-            linear_I=[layers * (self.attention_params + other) * per_weight for layers, _, _ in stages],
-            quadratic_I=[layers * quadratic * per_pair for layers, quadratic, _ in stages],
-            window_I=[window for _, _, window in stages],
+            linear_I=np.array([layers * (self.attention_params + other) * per_weight for layers, _, _ in stages]),
+            quadratic_I=np.array([layers * quadratic * per_pair for layers, quadratic, _ in stages]),
+            window_I=np.array([window for _, _, window in stages]),
             unit=self.unit,
         )
 

@@ -132,8 +132,8 @@ class Packing:
 
     cell_of_S: np.ndarray
     """int32 [S]."""
-    order_S: np.ndarray | None = None
-    """int32 [S]: position of the sequence inside its cell, 0, 1, ... None: by sequence number."""
+    order_S: np.ndarray = None  # pyrefly: ignore[bad-assignment]
+    """int32 [S]: position of the sequence inside its cell, 0, 1, ... None, when constructing: by sequence number."""
     num_microbatches: int
     data_parallel_degree: int
 

@@ -10,6 +10,7 @@ from importlib import metadata
 import numpy as np
 
 from routepack import bounds, cost
+from routepack.components.collector import RoutingDemandCollector
 from routepack.components.packer import FirstFitPacker, Packer, PackingProblem
 from routepack.components.rerouter import ExpertRerouter, Rerouter
 from routepack.errors import ConfigError
@@ -37,8 +38,8 @@ class Planner:
     packer: Packer
     cost_model: cost.CostModel = field(default_factory=cost.WindowNormalizedCost)
     rerouter: Rerouter = field(default_factory=ExpertRerouter)
-    collector: object | None = None
-    """What counts a RolloutBatch (``collect(batch) -> RoutingDemand``); None: a ``RoutingDemandCollector``."""
+    collector: RoutingDemandCollector = field(default_factory=RoutingDemandCollector)
+    """What counts a RolloutBatch."""
     sync: Sync = "step"
     """What joins the ranks: ``step``, ``microbatch`` or ``layer``."""
     seed: int = 0
@@ -74,7 +75,7 @@ class Planner:
 
         """
         started = time.monotonic()
-        demand = self._collect(window) if isinstance(window, RolloutBatch) else window
+        demand = self.collector.collect(window) if isinstance(window, RolloutBatch) else window
         self.topology.slots_per_rank(demand.num_experts)
         search = _Search(planner=self, demand=demand, started=started)
         baseline = search.baseline()
@@ -82,13 +83,6 @@ class Planner:
         if previous is not None:
             best = best.kept_near(previous, self.topology)
         return search.report(best, baseline)
-
-    def _collect(self, batch: RolloutBatch) -> RoutingDemand:
-        if self.collector is not None:
-            return self.collector.collect(batch)
-        from routepack.components.collector import RoutingDemandCollector
-
-        return RoutingDemandCollector().collect(batch)
 
 
 def default_proposals(demand: RoutingDemand, topology: Topology) -> int:

@@ -40,8 +40,8 @@ class RolloutBatch:
     num_tokens_S: np.ndarray
     """int64 [S]: the tokens of each sequence, prompt included."""
     num_experts: int
-    layer_ids_L: np.ndarray | None = None
-    """int32 [L]: absolute decoder layer of each MoE layer; unique. None: 0 .. L - 1."""
+    layer_ids_L: np.ndarray = None  # pyrefly: ignore[bad-assignment]
+    """int32 [L]: absolute decoder layer of each MoE layer; unique. None, when constructing: 0 .. L - 1."""
     valid_T: np.ndarray | None = None
     """bool [T]: False where the row was not really recorded. None: all were."""
     group_S: np.ndarray | None = None
@@ -159,8 +159,8 @@ class RoutingDemand:
     top_k: int
     group_S: np.ndarray | None = None
     """int64 [S]: rollout group; never constrains packing."""
-    layer_ids_L: np.ndarray | None = None
-    """int32 [L]: absolute decoder layers. None: 0 .. L - 1."""
+    layer_ids_L: np.ndarray = None  # pyrefly: ignore[bad-assignment]
+    """int32 [L]: absolute decoder layers. None, when constructing: 0 .. L - 1."""
     estimated_S: np.ndarray | None = None
     """bool [S]: True where too little was recorded and the window's mean route per token stands in."""
     num_masked_rows: int = 0

@@ -5,6 +5,8 @@ Letters: :mod:`routepack.types`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from routepack.components.packer import Packer, PackingProblem
@@ -67,7 +69,7 @@ def _routes(rng: np.random.Generator, popularity_LE: np.ndarray, rows: int, top_
     return np.argpartition(-scores, top_k - 1, axis=-1)[..., :top_k]
 
 
-def synthetic_demand(**options: object) -> RoutingDemand:
+def synthetic_demand(**options: Any) -> RoutingDemand:
     """The demand of :func:`synthetic_batch` with the same options, counted plainly.
 
     >>> synthetic_demand(num_sequences=8, max_length=32).tokens_SLE.shape

@@ -212,7 +212,7 @@ def _trace(path: str | Path, metadata: dict[str, str], tensors: dict[str, np.nda
         cu_seqlens=tensors["cu_seqlens"],
         num_tokens_S=tensors["num_tokens"],
         num_experts=_number(path, metadata, "num_experts"),
-        layer_ids_L=tensors.get("layer_ids"),
+        layer_ids_L=_layer_ids(tensors, "routed_experts"),
         valid_T=tensors.get("valid"),
         group_S=tensors.get("group_ids"),
         token_fields=token_fields,
@@ -254,11 +254,15 @@ def _demand(path: str | Path, metadata: dict[str, str], tensors: dict[str, np.nd
         length_S=tensors["length_S"],
         top_k=_number(path, metadata, "top_k"),
         group_S=tensors.get("group_S"),
-        layer_ids_L=tensors.get("layer_ids"),
+        layer_ids_L=_layer_ids(tensors, "tokens_SLE"),
         estimated_S=tensors.get("estimated_S"),
         num_masked_rows=_number(path, metadata, "num_masked_rows") if "num_masked_rows" in metadata else 0,
         name=metadata.get("name", ""),
     )
+
+
+def _layer_ids(tensors: dict[str, np.ndarray], counted: str) -> np.ndarray:
+    return tensors.get("layer_ids", np.arange(tensors[counted].shape[1] if tensors[counted].ndim == 3 else 0))
 
 
 def _expect(path: str | Path, metadata: dict[str, str], kind: str) -> None:

@@ -56,7 +56,7 @@ def _shapes(plan: Plan, demand: RoutingDemand) -> Iterator[str]:
 def _cells(plan: Plan, demand: RoutingDemand) -> Iterator[str]:
     ranks = plan.topology.data_parallel_degree
     num_cells = plan.num_microbatches * ranks
-    held = [[] for _ in range(num_cells)]
+    held: list[list[int]] = [[] for _ in range(num_cells)]
     for s, cell in enumerate(plan.packing.cell_of_S.tolist()):
         if not 0 <= cell < num_cells:
             yield f"sequence {s} is in cell {cell}; there are {num_cells}."

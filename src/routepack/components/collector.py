@@ -83,7 +83,7 @@ class RoutingDemandCollector:
             arrived[0],
             tokens_SLE=np.concatenate([one.tokens_SLE for one in arrived]),
             length_S=np.concatenate([one.length_S for one in arrived]),
-            group_S=np.concatenate([one.group_S for one in arrived]),
+            group_S=np.concatenate([one.group_S for one in arrived if one.group_S is not None]),
             num_masked_rows=sum(one.num_masked_rows for one in arrived),
         )
         return self._estimate(window, np.asarray(coverage))

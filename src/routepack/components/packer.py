@@ -142,8 +142,8 @@ class Packer(ABC):
         s, num_cells = int(cell_of_S.argmin()), problem.num_cells + problem.topology.data_parallel_degree
         if cell_of_S[s] < -1 or num_cells > len(cell_of_S):
             raise PlanError(
-                f"{type(self).__name__} left sequence {s} ({problem.length_S[s]} tokens) in cell {cell_of_S[s]}: cells start at "
-                f"0, and {len(cell_of_S)} sequences fill no more than {problem.num_microbatches} microbatches."
+                f"{type(self).__name__} left sequence {s} ({problem.length_S[s]} tokens) in cell {cell_of_S[s]}: cells start "
+                f"at 0, and {len(cell_of_S)} sequences fill no more than {problem.num_microbatches} microbatches."
             )
         return replace(
             problem,

@@ -93,6 +93,7 @@ def fill_empty(cell_of_S: np.ndarray, length_S: np.ndarray, num_cells: int) -> n
         members = np.flatnonzero(cell_of_S == fullest)
         moved = members[np.argmax(length_S[members])]
         cell_of_S[moved] = cell
-        counts_C[[fullest, cell]] += (-1, 1)
-        tokens_C[[fullest, cell]] += (-length_S[moved], length_S[moved])
+        for changed, sign in ((fullest, -1), (cell, 1)):
+            counts_C[changed] += sign
+            tokens_C[changed] += sign * length_S[moved]
     return cell_of_S

@@ -46,8 +46,9 @@ def certify_rows(length_S: np.ndarray, max_tokens: int, num_ranks: int, *, seed:
                 best = (rows, cell_of_S)
             if rows == lower:
                 break
-        if best[0] == lower:
+        if best is not None and best[0] == lower:
             break
+    assert best is not None, "there is at least one order to try"
     rows, cell_of_S = best
     certificate = Certificate(num_microbatches=rows, lower_bound=lower, method="L2")
     return certificate, fill_empty(cell_of_S, length_S, rows * num_ranks)

@@ -228,8 +228,15 @@ def gives_log_probabilities(ep: int, **changes: Any) -> dict[str, Any]:
     other = build_local_model(TinyQwen3MoE(), seed=12)
     trainer.load_full_state({name: parameter.detach() for name, parameter in other.named_parameters()})
     loaded = {"trainer": trainer.log_probabilities(batch, plan), "local": local_log_probabilities(trainer, batch)}
-    same = all(torch.equal(value, dict(other.named_parameters())[name]) for name, value in trainer.logical_state_dict().items())
-    return {"updated": updated, "loaded": loaded, "loaded_exactly": same}
+    loaded_distance = distance_of(trainer, other)
+    trainer.update(batch, plan, CrossEntropyTokenLoss())
+    return {"updated": updated, "loaded": loaded, "loaded_distance": loaded_distance, "step": distance_of(trainer, other)}
+
+
+def distance_of(trainer: RoutePackTrainer, other: torch.nn.Module) -> float:
+    """The largest difference of a parameter."""
+    parameters = dict(other.named_parameters())
+    return max(float((value - parameters[name]).abs().max()) for name, value in trainer.logical_state_dict().items())
 
 
 def local_log_probabilities(trainer: RoutePackTrainer, batch: RolloutBatch) -> np.ndarray:

@@ -22,7 +22,13 @@ def test_log_probabilities_are_the_same_on_every_rank(pair):
 
 
 def test_a_full_state_comes_back_as_it_was_loaded_wherever_the_experts_are(pair):
-    assert all(result["log_probabilities"]["loaded_exactly"] for result in pair)
+    assert [result["log_probabilities"]["loaded_distance"] for result in pair] == [0.0, 0.0]
+
+
+def test_training_goes_on_from_a_state_that_was_loaded_after_a_forward(pair):
+    # FSDP keeps the last layers gathered after a forward alone; a state loaded into those would be lost in the next step.
+    learning_rate = TrainerSettings().learning_rate
+    assert all(0 < result["log_probabilities"]["step"] < 10 * learning_rate for result in pair)
 
 
 def test_a_checkpoint_brings_back_weights_moments_and_placement(pair):

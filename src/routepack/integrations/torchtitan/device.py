@@ -69,9 +69,15 @@ class CpuDevice(types.ModuleType):
         """Nothing to free."""
 
 
+def device_type() -> str:
+    """What TorchTitan runs on: ``cpu``, or the accelerator that torch finds."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
 def on_cpu() -> bool:
     """True where torch finds no accelerator, so that TorchTitan is run on the CPU."""
-    return not torch.accelerator.is_available()
+    return device_type() == "cpu"
 
 
 def install() -> None:
@@ -112,7 +118,7 @@ def _harmless(name: str) -> bool:
 def _add_set_timeout() -> None:
     # TorchTitan 0.3.0 was written for the torch after 2.13 and calls this once the first step is done.
     if not hasattr(dist, "set_timeout"):
-        dist.set_timeout = _set_timeout
+        setattr(dist, "set_timeout", _set_timeout)  # noqa: B010 - no type checker knows the name
 
 
 def _set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:

@@ -174,7 +174,7 @@ def build_local_model(model: TrainedModel, *, seed: int = 0) -> nn.Module:
     apply_overrides(OverrideConfig(imports=model.override_imports()), cast(Any, spec))
     with torch.device("meta"):
         local = spec.model.build()
-    local.to_empty(device=_device_type())
+    local.to_empty(device=device.device_type())
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(seed)
         local.init_weights()
@@ -205,10 +205,6 @@ def check_state(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -
             raise ConfigError(
                 f"{name} has shape {tuple(state[name].shape)} in the state and {tuple(parameter.shape)} in the model."
             )
-
-
-def _device_type() -> str:
-    return "cpu" if device.on_cpu() else torch.accelerator.current_accelerator().type
 
 
 def _with_plain_sums(parallelize: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,8 +37,10 @@ class ShardLayout:
     @classmethod
     def of(cls, parameter: DTensor) -> ShardLayout:
         """The layout of a parameter as TorchTitan and FSDP2 shard it."""
-        mesh, axes = parameter.device_mesh, parameter.device_mesh.mesh_dim_names
-        mine = mesh.get_coordinate()
+        mesh = parameter.device_mesh
+        axes, mine = mesh.mesh_dim_names, mesh.get_coordinate()
+        assert axes is not None, "TorchTitan names its axes"
+        assert mine is not None, "this rank holds a part of its model's parameters"
         row_axes = sorted((axis for axis in range(mesh.ndim) if _splits(parameter, axis, 0)), key=lambda a: _depth(axes[a]))
         others = [axis for axis in range(mesh.ndim) if axis not in row_axes]
         rows_of_rank = {}
@@ -108,7 +110,7 @@ def expert_tensors(experts: nn.Module, optimizers: Iterable[torch.optim.Optimize
     """Each expert weight, followed by its optimizer state of the same shape (both moments), in one order on every rank."""
     optimizers = list(optimizers)
     for _, parameter in sorted(experts.named_parameters(recurse=False)):
-        yield parameter
+        yield cast(DTensor, parameter)
         for optimizer in optimizers:
             yield from _moments(parameter, optimizer.state.get(parameter, {}))
 
@@ -116,4 +118,4 @@ def expert_tensors(experts: nn.Module, optimizers: Iterable[torch.optim.Optimize
 def _moments(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[DTensor]:
     for _, value in sorted(state.items()):
         if isinstance(value, Tensor) and value.shape == parameter.shape:
-            yield value
+            yield cast(DTensor, value)

@@ -9,7 +9,7 @@ Letters as in TorchTitan: B batch, L tokens of a row, K top-k, E experts, D mode
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.config import derive, override
-from torchtitan.models.common.attention import VarlenAttention
+from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
 
 from routepack.errors import ConfigError
@@ -180,10 +180,10 @@ class DocumentAttention(VarlenAttention):
         k_BLNH: Tensor,
         v_BLNH: Tensor,
         *,
-        attention_masks: Any,
+        attention_masks: VarlenMetadata,
         scale: float | None = None,
-        out_transform: Any = None,
-        enable_gqa: bool = False,
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         """[B, L, N, H]; documents are given by ``attention_masks.cu_seq_q``."""
         if out_transform is not None:
@@ -191,6 +191,7 @@ class DocumentAttention(VarlenAttention):
         offsets = attention_masks.cu_seq_q.tolist()
         lengths = [end - start for start, end in pairwise(offsets)]
         queries, keys, values = (x.flatten(0, 1).transpose(0, 1).split(lengths, dim=1) for x in (q_BLNH, k_BLNH, v_BLNH))
+        enable_gqa = bool(kwargs.get("enable_gqa"))
         outputs = [
             F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=enable_gqa)[0]
             for q, k, v in zip(queries, keys, values, strict=True)
@@ -230,7 +231,7 @@ def set_replay(model: nn.Module, routed_experts_BTLK: Tensor | None) -> None:
 
 
 @contextmanager
-def recorded_routes(model: nn.Module) -> Iterator[None]:
+def recorded_routes(model: nn.Module) -> Generator[None, None, None]:
     """Record every router's choice inside the block; :func:`routes_of` reads it there, after each forward."""
     for router in replay_routers(model):
         router.keeps_record = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import CommConfig, DebugConfig
 from torchtitan.config.override import OverrideConfig
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, SelectiveAC
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 
 from routepack.errors import ConfigError
@@ -211,7 +212,7 @@ def _training(settings: TrainerSettings, spec: ModelSpec) -> TrainingConfig:
     # TorchTitan cuts the table of rotary angles to seq_len, so this is what a sequence may have, not what a microbatch has.
     return TrainingConfig(
         local_batch_size=1,
-        seq_len=spec.model.max_seq_len,
+        seq_len=cast(Decoder.Config, spec.model).max_seq_len,
         max_norm=settings.max_norm,
         steps=settings.num_steps,
         disable_cuda_graphs=True,

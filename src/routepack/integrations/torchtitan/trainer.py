@@ -55,6 +55,7 @@ class RoutePackTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         assert config.model_spec is not None
+        self.pad_to_multiple_of = config.pad_to_multiple_of
         self.moe_layer_ids = moe_layer_ids(config.model_spec)
         self.placement = ExpertPlacement.identity(len(self.moe_layer_ids), num_experts_of(config.model_spec))
         self._microbatch: ReplayedMicrobatch | None = None
@@ -232,7 +233,7 @@ class RoutePackTrainer(Trainer):
         try:
             self._check_plan(batch, plan)
             rank = self.parallel_dims.get_mesh("batch").get_local_rank() if self.parallel_dims.dp_enabled else 0
-            microbatches = materialize.microbatches(plan, batch, rank, pad_to_multiple_of=self.config.pad_to_multiple_of)
+            microbatches = materialize.microbatches(plan, batch, rank, pad_to_multiple_of=self.pad_to_multiple_of)
         except RoutePackError as caught:
             error = caught
         distributed.agree(plan.content_digest(), "plan", error=error, device=self.device)
