@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
+from torchtitan.models.common.decoder import Decoder
 
 from routepack.assembly import PLANNER_KEYS, build_planner
 from routepack.config import build, check_keys, instantiate, section_options
@@ -197,13 +199,12 @@ def _folder(config: DictConfig) -> Path:
 
 def _check_fit(experiment: Experiment) -> None:
     spec, task, rollout = experiment.model.model_spec(), experiment.task, experiment.rollout
+    model = cast(Decoder.Config, spec.model)
     experiment.planner.topology.slots_per_rank(num_experts_of(spec))
-    if spec.model.vocab_size < task.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size={spec.model.vocab_size} is less than the task's {task.vocab_size} tokens: raise it."
-        )
+    if model.vocab_size < task.vocab_size:
+        raise ConfigError(f"model.vocab_size={model.vocab_size} is less than the task's {task.vocab_size} tokens: raise it.")
     longest = task.max_prompt_tokens + rollout.max_new_tokens
-    limits = {"model.max_seq_len": spec.model.max_seq_len, "packer.max_tokens": experiment.planner.packer.max_tokens}
+    limits = {"model.max_seq_len": model.max_seq_len, "packer.max_tokens": experiment.planner.packer.max_tokens}
     for option, limit in limits.items():
         if limit < longest:
             raise ConfigError(

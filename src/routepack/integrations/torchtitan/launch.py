@@ -18,6 +18,7 @@ from types import FrameType
 
 from omegaconf import DictConfig, OmegaConf
 
+from routepack import distributed
 from routepack.config import load
 from routepack.errors import ConfigError, RoutePackError
 from routepack.files import atomic_path
@@ -43,7 +44,7 @@ def train(paths: Sequence[str], overrides: Sequence[str]) -> int:
     """
     experiment = build_experiment(load(paths, overrides))
     if "RANK" in os.environ:
-        exit_rank(run_rank(experiment))
+        distributed.leave(run_rank(experiment))
     port = rendezvous_port(experiment.launch.port)
     prepare_folder(experiment)
     return run_ranks([*paths, *overrides], experiment, port)
@@ -198,23 +199,6 @@ def check_world_size(experiment: Experiment) -> None:
         )
 
 
-def exit_rank(code: int) -> None:
-    """Leave with *code*, at once.
-
-    Everything is written by now. Interpreter shutdown after a gloo group has ended sometimes aborts ("terminate called without
-    an active exception": a thread of the group is still joinable when C++ destroys it), which would turn success into SIGABRT.
-    """
-    import torch.distributed as dist
-
-    if code == 0 and dist.is_initialized():
-        # The others may still be reading from this rank; a failed rank has nobody to wait for.
-        dist.barrier()
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
@@ -227,7 +211,7 @@ def main(arguments: Sequence[str]) -> None:
         train(*split_layers(list(arguments)))
     except RoutePackError as error:
         sys.stderr.write(f"routepack: {error}\n")
-        exit_rank(1)
+        distributed.leave(1)
 
 
 if __name__ == "__main__":

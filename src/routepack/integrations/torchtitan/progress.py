@@ -38,11 +38,11 @@ class Progress:
     log_folder: Path
     """TensorBoard scalars go here."""
     console: Console = field(default_factory=Console)
+    _bar: RichBar | None = field(default=None, init=False, repr=False)
 
     def start(self, warmup_steps: int, rl_steps: int) -> None:
         """Before the first step."""
         self._warmup_steps, self._rl_steps = warmup_steps, rl_steps
-        self._bar: RichBar | None = None
         if not self.enabled:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -99,7 +99,7 @@ class Progress:
 
     def close(self) -> None:
         """Give the terminal back, however the run ended."""
-        if self.enabled and getattr(self, "_bar", None) is not None:
+        if self._bar is not None:
             self._bar.stop()
 
     def _line(self, text: str) -> None:

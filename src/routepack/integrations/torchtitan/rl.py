@@ -89,21 +89,21 @@ class RLRun:
         experiment, clock = self.experiment, Clock()
         batch = self.sample(step)
         clock.lap("sample")
-        demand = experiment.planner.collector.collect(batch) if self.rank == 0 else None
         previous = self.trainer.placement
-        plan = self.agreed_plan(lambda: experiment.planner.plan(demand, previous=previous))
+        plan = self.agreed_plan(lambda: experiment.planner.plan(batch, previous=previous))
         clock.lap("plan")
         experts_moved = self.trainer.move_experts(plan.placement)
         clock.lap("move")
         logprobs_old = self.trainer.log_probabilities(batch, plan)
         clock.lap("logprobs")
-        batch = replace(batch, token_fields={**batch.token_fields, "logprobs_old": logprobs_old})
+        trained = replace(batch, token_fields={**batch.token_fields, "logprobs_old": logprobs_old})
         set_learning_rate(self.trainer, experiment.rl.rate_at(step))
+        figures: dict[str, float] = {}
         for _ in range(experiment.rl.updates_per_window):
-            figures = self.trainer.update(batch, plan, experiment.loss)
+            figures = self.trainer.update(trained, plan, experiment.loss)
         clock.lap("update")
-        figures |= window_figures(batch) | plan_metrics(plan) | clock.figures(int(batch.num_tokens_S.sum()))
-        return figures | {"experts_moved": float(experts_moved)}, batch, plan
+        figures |= window_figures(trained) | plan_metrics(plan) | clock.figures(int(batch.num_tokens_S.sum()))
+        return figures | {"experts_moved": float(experts_moved)}, trained, plan
 
     def sample(self, step: int) -> RolloutBatch:
         """The window of RL step *step*: each rank samples its share, then every rank has all. Graded."""
@@ -114,7 +114,7 @@ class RLRun:
         sequences = np.arange(self.rank, settings.num_sequences, self.num_ranks)
         own = self.policy.sample(
             [prompts[s // settings.rollouts_per_prompt].token_ids for s in sequences],
-            random_numbers(sequences, settings.max_new_tokens, seed=[experiment.seed, SAMPLED, step]),
+            random_numbers(sequences.tolist(), settings.max_new_tokens, seed=[experiment.seed, SAMPLED, step]),
             temperature=settings.temperature,
             end_token_id=experiment.task.end_token_id,
         )

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchtitan.models.common.decoder import Decoder
 
 from routepack.errors import ConfigError
 from routepack.integrations.torchtitan.model import TrainedModel, build_local_model, load_full_state
-from routepack.integrations.torchtitan.overrides import recorded_routes, routes_of
+from routepack.integrations.torchtitan.overrides import recorded_routes, replay_routers, routes_of
 from routepack.types import id_dtype
 
 
@@ -86,12 +87,13 @@ class LocalPolicy:
     """
 
     def __init__(self, model: TrainedModel, *, seed: int = 0) -> None:
-        self._model = build_local_model(model, seed=seed).eval()
+        self._model = cast(Decoder, build_local_model(model, seed=seed)).eval()
         self._attention = [CachedAttention() for _ in self._model.layers]
         for layer, attention in zip(self._model.layers.values(), self._attention, strict=True):
-            layer.attention.inner_attention = attention
-        self._num_experts = next(layer.moe.router.num_experts for layer in self._model.layers.values() if layer.moe_enabled)
-        self.top_k = next(layer.moe.router.top_k for layer in self._model.layers.values() if layer.moe_enabled)
+            cast(Any, layer).attention.inner_attention = attention
+        router = replay_routers(self._model)[0]
+        self._num_experts = router.num_experts
+        self.top_k = router.top_k
         self._max_tokens = self._model.config.max_seq_len
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -220,4 +222,4 @@ def sampled_tokens(logits_SV: Tensor, random_S: Tensor, temperature: float) -> T
 
 def random_numbers(sequences: Sequence[int], num_tokens: int, *, seed: Sequence[int]) -> np.ndarray:
     """float64 [S, num_tokens] in [0, 1): each sequence's own stream, whatever rank samples it and whatever else it samples."""
-    return np.stack([np.random.default_rng([*seed, int(s)]).random(num_tokens) for s in sequences])
+    return np.stack([np.random.default_rng([*seed, s]).random(num_tokens) for s in sequences])

@@ -27,7 +27,7 @@ def graded_window(
     comes after the first mistake changed nothing, so leaving it out changes the expected gradient in nothing but noise.
     """
     group_S = np.repeat(np.arange(len(prompts)), len(rollouts) // len(prompts))
-    grades = [task.grade(prompts[group], rollout.response) for group, rollout in zip(group_S, rollouts, strict=True)]
+    grades = [task.grade(prompts[int(group)], rollout.response) for group, rollout in zip(group_S, rollouts, strict=True)]
     rewards_S = np.asarray([grade.reward for grade in grades])
     lengths_S = np.asarray([len(rollout.token_ids) for rollout in rollouts])
     advantages_S = group_advantages(rewards_S, group_S, epsilon=advantage_epsilon)
