@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 
 import numpy as np
 
 from routepack import bounds, cost
+from routepack.components import baselines
 from routepack.components.collector import RoutingDemandCollector
 from routepack.components.packer import FirstFitPacker, Packer, PackingProblem
 from routepack.components.rerouter import ExpertRerouter, Rerouter
@@ -80,7 +81,8 @@ class Planner:
         self.topology.slots_per_rank(demand.num_experts)
         search = _Search(planner=self, demand=demand, started=started)
         baseline = search.baseline()
-        best = min([baseline, *search.candidates()], key=lambda candidate: candidate.evaluation.key)
+        found = [candidate for candidate in [baseline, *search.candidates(), *search.peers()] if search.allowed(candidate)]
+        best = min(found, key=lambda candidate: candidate.evaluation.key)
         if previous is not None:
             best = best.kept_near(previous, self.topology)
         return search.report(best, baseline)
@@ -132,7 +134,8 @@ class _Search:
         """Identity placement and first-fit packing."""
         placement = ExpertPlacement.identity(self.demand.num_layers, self.demand.num_experts)
         load_SRL = self.load_of(placement)
-        packer = FirstFitPacker(max_tokens=self.packer.max_tokens)
+        rules = {"min_microbatches": self.packer.min_microbatches, "microbatch_multiple": self.packer.microbatch_multiple}
+        packer = FirstFitPacker(max_tokens=self.packer.max_tokens, **rules)
         return self.priced(placement, packer.pack(self.problem(load_SRL, phase=0, start=None)), load_SRL)
 
     def candidates(self):
@@ -166,6 +169,27 @@ class _Search:
             data_parallel_degree=candidate.packing.data_parallel_degree,
         )
         yield self.priced(candidate.placement, packing, load_SRL)
+
+    def allowed(self, candidate: _Candidate) -> bool:
+        """Whether the ranks' numbers of sequences are as the packer's rules want them."""
+        return self.packer.rules.counts_allowed(candidate.packing.cell_of_S, self.topology.data_parallel_degree)
+
+    def peers(self):
+        """What the baselines would plan: a search that falls behind one of them takes its plan."""
+        if not self.packer.improves:
+            return
+        options = asdict(self.packer.rules) | {"max_tokens": self.packer.max_tokens}
+        rerouters = baselines.REROUTERS if self.rerouter.refines else [self.rerouter]
+        packings = None
+        for rerouter in rerouters:
+            placement = rerouter.place(self.demand.tokens_LE, self.topology)
+            load_SRL = self.load_of(placement)
+            # Baselines pack by lengths and work alone, so one placement's packings are every placement's.
+            if packings is None:
+                problem = self.problem(load_SRL, phase=0, start=None)
+                packings = [kind(**options).pack(problem) for kind in baselines.PACKERS]
+            for packing in packings:
+                yield from self.dealt(self.priced(placement, packing, load_SRL), load_SRL)
 
     def problem(self, load_SRL: np.ndarray, *, phase: int, start: np.ndarray | None) -> PackingProblem:
         """What the packer sees in one phase."""
@@ -229,6 +253,7 @@ class _Search:
                 num_microbatches=rows, lower_bound=self.certificate.lower_bound, method=self.certificate.method
             ),
             baseline_microbatches=baseline.packing.num_microbatches,
+            rules=self.packer.rules,
             unit=self.rates.unit,
             cost=self.rates.as_dict() | planner.cost_model.as_dict(),
             parts=parts | {f"bound.{name}": value for name, value in limits.items()},
