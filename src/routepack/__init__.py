@@ -9,6 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from routepack import solvers, testing
+    from routepack.components.baselines import (
+        EPLBRerouter,
+        KarmarkarKarpPacker,
+        LPTRerouter,
+        ModifiedFirstFitPacker,
+        TokenLPTPacker,
+        UnequalKarmarkarKarpPacker,
+    )
     from routepack.components.collector import RoutingDemandCollector
     from routepack.components.packer import AttentionAwarePacker, FirstFitPacker, Packer, PackingProblem
     from routepack.components.rerouter import ExpertRerouter, IdentityRerouter, Rerouter
@@ -18,12 +26,20 @@ if TYPE_CHECKING:
     from routepack.metrics import plan_metrics
     from routepack.planner import Planner
     from routepack.trace import load_demand, load_plan, load_trace, load_window, save_demand, save_plan, save_trace
-    from routepack.types import Certificate, ExpertPlacement, Packing, Plan, RolloutBatch, RoutingDemand, Topology
+    from routepack.types import Certificate, ExpertPlacement, Packing, PackingRules, Plan, RolloutBatch, RoutingDemand, Topology
     from routepack.verification import verify
 
 __version__ = "0.1.0.dev0"
 
 _NAMES = {
+    "components.baselines": (
+        "EPLBRerouter",
+        "KarmarkarKarpPacker",
+        "LPTRerouter",
+        "ModifiedFirstFitPacker",
+        "TokenLPTPacker",
+        "UnequalKarmarkarKarpPacker",
+    ),
     "components.collector": ("RoutingDemandCollector",),
     "components.packer": ("AttentionAwarePacker", "FirstFitPacker", "Packer", "PackingProblem"),
     "components.rerouter": ("ExpertRerouter", "IdentityRerouter", "Rerouter"),
@@ -33,7 +49,7 @@ _NAMES = {
     "metrics": ("plan_metrics",),
     "planner": ("Planner",),
     "trace": ("load_demand", "load_plan", "load_trace", "load_window", "save_demand", "save_plan", "save_trace"),
-    "types": ("Certificate", "ExpertPlacement", "Packing", "Plan", "RolloutBatch", "RoutingDemand", "Topology"),
+    "types": ("Certificate", "ExpertPlacement", "Packing", "PackingRules", "Plan", "RolloutBatch", "RoutingDemand", "Topology"),
     "verification": ("verify",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
@@ -45,15 +61,20 @@ __all__ = [
     "ConfigError",
     "CostModel",
     "CostRates",
+    "EPLBRerouter",
     "ExpertPlacement",
     "ExpertRerouter",
     "FirstFitPacker",
     "FlopsCost",
     "IdentityRerouter",
     "InfeasibleError",
+    "KarmarkarKarpPacker",
+    "LPTRerouter",
+    "ModifiedFirstFitPacker",
     "Packer",
     "Packing",
     "PackingProblem",
+    "PackingRules",
     "Plan",
     "PlanError",
     "Planner",
@@ -62,8 +83,10 @@ __all__ = [
     "RoutePackError",
     "RoutingDemand",
     "RoutingDemandCollector",
+    "TokenLPTPacker",
     "Topology",
     "TraceError",
+    "UnequalKarmarkarKarpPacker",
     "WindowNormalizedCost",
     "load_demand",
     "load_plan",

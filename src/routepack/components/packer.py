@@ -71,8 +71,8 @@ class Packer(ABC):
     """Every DP rank gets S / W sequences over the window, as stacks need that split a batch evenly. Cells may differ."""
     sequence_skew: int = 0
     """By how much ranks may differ under ``equal_sequences``: 1 serves windows that W does not divide."""
-    certify_steps: int = 20_000_000
-    """How far bin completion searches where bound and packing differ: looks at a length, about 5 ns each; 0: not at all."""
+    certify_steps: int = 100_000_000
+    """How far bin completion searches where bound and packing differ: looks at a length, about 1 ns each; 0: not at all."""
     certify_seconds: float = 0.0
     """How far CP-SAT (extra ``certify``) searches where that ends undecided: seconds of its deterministic clock."""
 

@@ -12,7 +12,7 @@ from routepack.planned import Certificate, PackingRules
 from routepack.solvers._bin_completion import NO, UNDECIDED, YES, complete_bins
 from routepack.solvers.greedy import fill_empty, first_fit
 
-STEPS = 20_000_000
+STEPS = 100_000_000
 """Looks at a length that bin completion may take for one question; about 0.1 s."""
 LARGEST_MODEL = 200_000
 """Distinct lengths x bins that CP-SAT is asked about; building a larger model takes longer than solving pays."""
