@@ -59,11 +59,26 @@ BEYOND_L2 = np.array([53, 52, 45, 42, 39, 39, 29])
 @given(st.one_of(TIGHT, st.lists(st.integers(1, 100), min_size=1, max_size=7)))
 def test_bin_completion_finds_the_fewest_bins(lengths):
     length_S, bins = np.array(lengths), 1
-    while (answer := bin_completion(length_S, 100, bins))[0] == NO:
+    while (answer := bin_completion(length_S, 100, bins))[0] == NO and bins < len(lengths):
         bins += 1
     assert answer[0] == YES
     assert np.bincount(answer[1], length_S, bins).max() <= 100
     assert bins == fewest_bins_of_sets(lengths, 100)
+
+
+@given(st.integers(0, 2**32), st.integers(2, 8), st.integers(0, 6))
+@settings(max_examples=300)
+def test_a_packing_that_is_known_to_exist_is_never_denied(seed, bins, wasted):
+    # Full bins cut to pieces: every token counts, so that one set wrongly passed over loses the only solutions.
+    rng = np.random.default_rng(seed)
+    cuts = [np.sort(rng.choice(np.arange(1, 100), int(rng.integers(1, 5)), replace=False)) for _ in range(bins)]
+    pieces = np.concatenate([np.diff([0, *cut, 100]) for cut in cuts])
+    for _ in range(wasted):
+        s = rng.integers(len(pieces))
+        pieces[s] = max(1, pieces[s] - 1)
+    answer, cell_of_S = bin_completion(rng.permutation(pieces), 100, bins)
+    assert answer != NO
+    assert cell_of_S is None or cell_of_S.max() < bins
 
 
 def fewest_bins_of_sets(lengths, cap):
