@@ -130,3 +130,9 @@ def test_counts_below_one_are_refused(options):
 def test_groups_that_do_not_divide_the_experts_are_refused():
     with pytest.raises(ConfigError, match="num_groups=3 does not divide the 16 experts"):
         EPLBRerouter(num_groups=3, num_nodes=1).assign(np.ones((1, 16), dtype=np.int64), 4)
+
+
+def test_a_rank_with_one_long_sequence_is_fed_so_that_it_fills_its_microbatches():
+    packing = packed(UnequalKarmarkarKarpPacker(max_tokens=1000), [1000, *[100] * 15])
+    assert packing.num_microbatches == 2
+    assert counts_of_ranks(packing).min() == 2

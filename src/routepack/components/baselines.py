@@ -60,7 +60,8 @@ class KarmarkarKarpPacker(Packer):
 
     Both steps balance the work of a sequence, linear and quadratic, under the cost model. verl takes ceil(tokens / cap)
     microbatches of the fullest rank and may overfill them; here one microbatch more is taken until every cell of every
-    rank keeps the cap and none is empty. Where no number does, the packing that proves it can be done stands in.
+    rank keeps the cap, and a rank with too few sequences to fill its own gets the shortest of another's. Where no number
+    does, the packing that proves it can be done stands in.
 
     Source: N. Karmarkar, R. M. Karp, *The differencing method of set partitioning* (1982); verl's documentation of
     ``balance_batch`` and ``use_dynamic_bsz``.
@@ -75,10 +76,10 @@ class KarmarkarKarpPacker(Packer):
 
         ranks, cost_S, length_S = problem.topology.data_parallel_degree, problem.cost_S, problem.length_S
         rank_of_S = largest_differencing(cost_S, ranks, equal_counts=self.equal_counts)
-        tokens_W, count_W = np.bincount(rank_of_S, length_S, ranks), np.bincount(rank_of_S, minlength=ranks)
-        fewest = max(problem.num_microbatches, -(-int(tokens_W.max()) // self.max_tokens))
-        rows = self.rules.allowed(fewest)
-        while rows <= count_W.min():
+        fullest = int(np.bincount(rank_of_S, length_S, ranks).max())
+        rows = self.rules.allowed(max(problem.num_microbatches, -(-fullest // self.max_tokens)))
+        while rows * ranks <= len(length_S):
+            rank_of_S = _fed(rank_of_S, length_S, ranks, rows)
             cell_of_S = self._rows_of_each(rank_of_S, cost_S, ranks, rows)
             tokens_C = np.bincount(cell_of_S, length_S, rows * ranks)
             if tokens_C.max() <= self.max_tokens and tokens_C.min() > 0:
@@ -94,6 +95,18 @@ class KarmarkarKarpPacker(Packer):
             held = np.flatnonzero(rank_of_S == rank)
             cell_of_S[held] = largest_differencing(cost_S[held], rows) * ranks + rank
         return cell_of_S
+
+
+def _fed(rank_of_S: np.ndarray, length_S: np.ndarray, ranks: int, rows: int) -> np.ndarray:
+    """The ranks of sequences, with the shortest of the ranks that have most given to those that have fewer than *rows*."""
+    rank_of_S, count_W = rank_of_S.copy(), np.bincount(rank_of_S, minlength=ranks)
+    while count_W.min() < rows:
+        giver, taker = int(count_W.argmax()), int(count_W.argmin())
+        held = np.flatnonzero(rank_of_S == giver)
+        rank_of_S[held[np.argmin(length_S[held])]] = taker
+        count_W[giver] -= 1
+        count_W[taker] += 1
+    return rank_of_S
 
 
 @dataclass(frozen=True, kw_only=True)
