@@ -28,6 +28,7 @@ SMALL = [
     "model.moe_hidden_dim=16",
     "model.num_layers=2",
     "model.num_experts=4",
+    "task.max_answer_symbols=16",
     "warmup.num_steps=2",
     "warmup.batch_size=8",
     "rl.num_steps=2",
@@ -162,10 +163,10 @@ def test_a_launcher_with_too_few_ranks_is_refused(monkeypatch):
 
 def ranks_that(tmp_path, *programs):
     logs = [tmp_path / f"rank{rank}.log" for rank in range(len(programs))]
-    ranks = [
-        subprocess.Popen([sys.executable, "-S", "-c", program], stderr=log.open("wb"))
-        for program, log in zip(programs, logs, strict=True)
-    ]
+    ranks = []
+    for program, log in zip(programs, logs, strict=True):
+        with log.open("wb") as errors:
+            ranks.append(subprocess.Popen([sys.executable, "-S", "-c", program], stderr=errors))
     return ranks, logs
 
 
