@@ -189,6 +189,12 @@ def test_one_failed_rank_ends_the_wait_and_its_message_alone_is_shown(tmp_path, 
     assert ranks[2].returncode == -signal.SIGTERM
 
 
+def test_the_rank_with_the_cause_is_shown_before_one_that_only_heard_of_it(tmp_path, capsys):
+    heard = SAYS.replace("the cause", "another rank could not use its plan")
+    assert launch.wait_for(*ranks_that(tmp_path, heard, SAYS)) == 1
+    assert capsys.readouterr().err == "routepack: the cause.\n"
+
+
 def test_a_killed_rank_is_named_with_its_signal(tmp_path, capsys):
     ranks, logs = ranks_that(tmp_path, CRASHES, SLEEPS)
     ranks[1].kill()
