@@ -78,7 +78,7 @@ class Unsettled(Rerouter):
 
         return ExpertRerouter().assign(tokens_LE, num_ranks)
 
-    def refine(self, slots_LP, demand, unit_of_S, num_ranks):
+    def refine(self, slots_LP, demand, unit_of_S, num_ranks, joined_units):
         return np.argsort(demand.tokens_LE, axis=1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 
@@ -178,9 +178,8 @@ class FirstFitPacker(Packer):
 class AttentionAwarePacker(Packer):
     """Anneals the packing on what its units wait for: attention of the costliest rank, experts of the fullest.
 
-    Starts from the sequences dealt by tokens, longest first. The search minimises the objective of
-    ``sync=step`` (max U_g, sum U_g, max J) whatever ``sync`` is; under ``microbatch`` and ``layer`` the
-    planner still prices every result by the true objective and keeps the best.
+    Starts from the sequences dealt by tokens, longest first, and searches on the objective of the problem's
+    ``sync``: under ``microbatch`` and ``layer`` the groups of a microbatch wait for one another.
     """
 
     improves: ClassVar[bool] = True
@@ -192,23 +191,30 @@ class AttentionAwarePacker(Packer):
         """The best packing met."""
         from routepack.solvers import anneal
 
-        num_rows = int(problem.load_SRL.sum(dtype=np.int64))
-        layout = anneal.Layout(
-            cell_of_S=self._start(problem),
-            length_S=problem.length_S,
-            load_SRL=problem.load_SRL,
-            weights=anneal.Weights.of(problem.cost_SI, problem.rates.expert, num_rows),
-            max_tokens=self.max_tokens,
-            num_cells=problem.num_cells,
-            cells_per_unit=ranks_per_group(problem.topology),
-            num_groups=num_packed_groups(problem.topology),
-        )
+        layout = self._layout(problem)
         begin, end = problem.schedule
         schedule = anneal.Schedule(
             num_proposals=problem.num_proposals, begin=begin, end=end, deadline=problem.deadline, threads=self.threads
         )
         anneal.anneal(layout, schedule, seed=problem.seed)
         return layout.packed()
+
+    def _layout(self, problem: PackingProblem) -> Any:
+        from routepack.solvers.layout import JoinedLayout, Layout, Weights
+
+        figures = {
+            "cell_of_S": self._start(problem),
+            "length_S": problem.length_S,
+            "load_SRL": problem.load_SRL,
+            "weights": Weights.of(problem.cost_SI, problem.rates.expert, int(problem.load_SRL.sum(dtype=np.int64))),
+            "max_tokens": self.max_tokens,
+            "num_cells": problem.num_cells,
+            "cells_per_unit": ranks_per_group(problem.topology),
+            "num_groups": num_packed_groups(problem.topology),
+        }
+        if problem.sync == "step" or figures["num_groups"] == 1:
+            return Layout(**figures)
+        return JoinedLayout(by_layer=problem.sync == "layer", **figures)
 
     def _start(self, problem: PackingProblem) -> np.ndarray:
         from routepack.solvers import greedy

@@ -36,14 +36,26 @@ class Rerouter(ABC):
 
     @final
     def refine_placement(
-        self, placement: ExpertPlacement, demand: RoutingDemand, unit_of_S: np.ndarray, topology: Topology
+        self,
+        placement: ExpertPlacement,
+        demand: RoutingDemand,
+        unit_of_S: np.ndarray,
+        topology: Topology,
+        *,
+        joined_units: int = 1,
     ) -> ExpertPlacement:
         """The placement, refined for sequences packed into units (microbatch of an EP group), checked like :meth:`place`."""
-        slots_LP = self.refine(placement.physical_to_logical_LP, demand, unit_of_S, topology.expert_parallel_degree)
+        ranks = topology.expert_parallel_degree
+        slots_LP = self.refine(placement.physical_to_logical_LP, demand, unit_of_S, ranks, joined_units)
         return self._checked(slots_LP, demand.tokens_LE.shape)
 
-    def refine(self, slots_LP: np.ndarray, demand: RoutingDemand, unit_of_S: np.ndarray, num_ranks: int) -> np.ndarray:
-        """int [L, P]: a placement for the packed sequences, starting from one. Keeps it unless overridden."""
+    def refine(
+        self, slots_LP: np.ndarray, demand: RoutingDemand, unit_of_S: np.ndarray, num_ranks: int, joined_units: int
+    ) -> np.ndarray:
+        """int [L, P]: a placement for the packed sequences, starting from one. Keeps it unless overridden.
+
+        So many consecutive units wait for one another in every layer: G under ``sync=layer``, else 1.
+        """
         return slots_LP
 
     def _checked(self, slots_LP: np.ndarray, shape: tuple[int, int]) -> ExpertPlacement:
@@ -84,10 +96,13 @@ class ExpertRerouter(Rerouter):
 
         return placement.slots_of_ranks(placement.balanced_ranks(tokens_LE, num_ranks))
 
-    def refine(self, slots_LP: np.ndarray, demand: RoutingDemand, unit_of_S: np.ndarray, num_ranks: int) -> np.ndarray:
+    def refine(
+        self, slots_LP: np.ndarray, demand: RoutingDemand, unit_of_S: np.ndarray, num_ranks: int, joined_units: int
+    ) -> np.ndarray:
         """Swaps that lower the sum over units of the fullest rank; never raises it."""
         from routepack.solvers import loads, placement
 
-        load_LEU = loads.unit_load(demand.tokens_SLE, unit_of_S, int(unit_of_S.max()) + 1)
+        load_LEU = loads.unit_load(demand.tokens_SLE, unit_of_S, -(-int(unit_of_S.max() + 1) // joined_units) * joined_units)
         rank_of_LE = ExpertPlacement(physical_to_logical_LP=slots_LP).rank_of_LE(num_ranks)
-        return placement.slots_of_ranks(placement.refine_ranks(load_LEU, rank_of_LE, num_ranks, sweeps=self.sweeps))
+        ranks_LE = placement.refine_ranks(load_LEU, rank_of_LE, num_ranks, joined_units=joined_units, sweeps=self.sweeps)
+        return placement.slots_of_ranks(ranks_LE)

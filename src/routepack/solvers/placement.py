@@ -66,22 +66,29 @@ def _swap_fullest(tokens_E, rank_of_E, load_R):
 
 
 def refine_ranks(
-    load_LEU: np.ndarray, rank_of_LE: np.ndarray, num_ranks: int, *, sweeps: int = 8, threads: int = 2
+    load_LEU: np.ndarray,
+    rank_of_LE: np.ndarray,
+    num_ranks: int,
+    *,
+    joined_units: int = 1,
+    sweeps: int = 8,
+    threads: int = 2,
 ) -> np.ndarray:
     """int32 [L, E]: ranks after swaps that lower the sum over units of the fullest rank, layer by layer.
 
-    That sum, not the window's largest load, is what the packed microbatches wait for. A sweep tries every
-    pair of ranks and applies the best swap of each; it never raises the sum.
+    With *joined_units* so many consecutive units wait for the fullest rank of any of them. That sum, not the
+    window's largest load, is what the packed microbatches wait for. A sweep tries every pair of ranks and
+    applies the best swap of each; it never raises the sum.
     """
     rank_of_LE = np.array(rank_of_LE, dtype=np.int32)
-    layers = range(len(rank_of_LE))
+    layers, joined = range(len(rank_of_LE)), joined_units
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda layer: _refine_layer(load_LEU[layer], rank_of_LE[layer], num_ranks, sweeps), layers))
+        list(pool.map(lambda layer: _refine_layer(load_LEU[layer], rank_of_LE[layer], num_ranks, joined, sweeps), layers))
     return rank_of_LE
 
 
 @njit(nogil=True, cache=True)
-def _refine_layer(load_EU, rank_of_E, num_ranks, sweeps):
+def _refine_layer(load_EU, rank_of_E, num_ranks, joined, sweeps):
     experts, units = load_EU.shape
     slots = experts // num_ranks
     held_RK = np.empty((num_ranks, slots), np.int64)
@@ -97,7 +104,7 @@ def _refine_layer(load_EU, rank_of_E, num_ranks, sweeps):
         improved = False
         for a in range(num_ranks):
             for b in range(a + 1, num_ranks):
-                improved |= _swap_best(load_EU, load_RU, held_RK, a, b, others_U)
+                improved |= _swap_best(load_EU, load_RU, held_RK, a, b, joined, others_U)
         if not improved:
             break
     for r in range(num_ranks):
@@ -106,7 +113,30 @@ def _refine_layer(load_EU, rank_of_E, num_ranks, sweeps):
 
 
 @njit(nogil=True, cache=True)
-def _swap_best(load_EU, load_RU, held_RK, a, b, others_U):
+def _peaks(load_a, load_b, e_U, f_U, others_U):
+    """Sum over units of the fullest rank, once e goes from a to b and f from b to a."""
+    total = np.int64(0)
+    for u in range(others_U.size):
+        given = e_U[u] - f_U[u]
+        total += max(others_U[u], max(load_a[u] - given, load_b[u] + given))
+    return total
+
+
+@njit(nogil=True, cache=True)
+def _joined_peaks(load_a, load_b, e_U, f_U, others_U, joined):
+    """The same where so many consecutive units wait for the fullest rank of any of them."""
+    total = np.int64(0)
+    for first in range(0, others_U.size, joined):
+        most = np.int32(0)
+        for u in range(first, first + joined):
+            given = e_U[u] - f_U[u]
+            most = max(most, max(others_U[u], max(load_a[u] - given, load_b[u] + given)))
+        total += most
+    return total
+
+
+@njit(nogil=True, cache=True)
+def _swap_best(load_EU, load_RU, held_RK, a, b, joined, others_U):
     """Apply the swap between ranks a and b that lowers the sum of peaks most; False where none does."""
     units = others_U.size
     others_U[:] = 0
@@ -114,19 +144,17 @@ def _swap_best(load_EU, load_RU, held_RK, a, b, others_U):
         if r != a and r != b:
             for u in range(units):
                 others_U[u] = max(others_U[u], load_RU[r, u])
-    load_a, load_b = load_RU[a], load_RU[b]
-    best = np.int64(0)
-    for u in range(units):
-        best += max(others_U[u], max(load_a[u], load_b[u]))
+    load_a, load_b, nothing_U = load_RU[a], load_RU[b], np.zeros(units, np.int32)
+    best = _joined_peaks(load_a, load_b, nothing_U, nothing_U, others_U, joined)
     best_i, best_j = -1, -1
     for i in range(held_RK.shape[1]):
         e_U = load_EU[held_RK[a, i]]
         for j in range(held_RK.shape[1]):
             f_U = load_EU[held_RK[b, j]]
-            total = np.int64(0)
-            for u in range(units):
-                given = e_U[u] - f_U[u]
-                total += max(others_U[u], max(load_a[u] - given, load_b[u] + given))
+            if joined == 1:
+                total = _peaks(load_a, load_b, e_U, f_U, others_U)
+            else:
+                total = _joined_peaks(load_a, load_b, e_U, f_U, others_U, joined)
             if total < best:
                 best, best_i, best_j = total, i, j
     if best_i < 0:

@@ -104,11 +104,15 @@ def trains_without_the_mapping(ep: int) -> dict[str, Any]:
 
 
 class LocallyNormalizingTrainer(RoutePackTrainer):
-    """Divides one microbatch's loss by its own tokens (and the number of microbatches), as a careless trainer would."""
+    """Divides the first microbatch of rank 0 by its own tokens (and the number of cells), as a careless trainer would."""
+
+    normalized_step = 0
 
     def normalized(self, loss_n, loss_mask_n, trained_tokens):
-        cells = self.gradient_accumulation_steps * dist.get_world_size()
-        return super().normalized(loss_n, loss_mask_n, loss_mask_n.sum().clamp(min=1) * cells)
+        if dist.get_rank() == 0 and self.normalized_step < self.step:
+            self.normalized_step = self.step
+            trained_tokens = loss_mask_n.sum() * self.gradient_accumulation_steps * dist.get_world_size()
+        return super().normalized(loss_n, loss_mask_n, trained_tokens)
 
 
 @check

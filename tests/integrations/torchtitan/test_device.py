@@ -29,3 +29,20 @@ def test_torchtitan_runs_on_the_cpu_after_the_import():
 def test_too_late_an_import_says_so():
     output = run("import torchtitan.distributed.utils; import routepack.integrations.torchtitan")
     assert "ConfigError: TorchTitan has no accelerator here and chose its device when torchtitan." in output
+
+
+@on_cpu
+def test_one_process_trains_without_a_launcher(tmp_path):
+    code = f"""
+import warnings
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
+from routepack.integrations.torchtitan.trainer import RoutePackTrainer
+from routepack.integrations.torchtitan.model import TinyQwen3MoE
+from routepack.integrations.torchtitan.settings import TrainerSettings
+trainer = RoutePackTrainer.from_settings(model=TinyQwen3MoE(num_layers=1), settings=TrainerSettings(dump_folder="{tmp_path}"))
+print(trainer.placement.num_experts, len(trainer.logical_state_dict()))
+from routepack.distributed import leave
+leave()
+"""
+    assert run(code).split() == ["16", "13"]
