@@ -257,7 +257,7 @@ def test_a_rank_killed_while_training_ends_the_others_with_its_signal(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_reward_rises(tmp_path):
-    done = train("rl.num_steps=15", f"out={tmp_path / 'results'}", timeout=850)
+    done = train("rl.num_steps=20", f"out={tmp_path / 'results'}", timeout=850)
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "results/summary.json").read_text())
     assert summary["reward_last"] > summary["reward_first"] + 0.1
