@@ -51,8 +51,8 @@ def compare(seeds):
 
 
 def test_routepack_is_never_behind_a_baseline():
-    compared, worst = compare(range(40))
-    assert compared > 25
+    compared, worst = compare(range(25))
+    assert compared > 15
     assert worst <= 1.0 + 1e-12
 
 
@@ -67,6 +67,24 @@ def test_routepack_is_never_behind_a_baseline_on_a_thousand_windows():
 
 def test_without_the_baselines_among_its_candidates_the_search_alone_falls_behind(monkeypatch):
     # The search is cut to a proposal or two, so that this does not depend on how good it is.
-    monkeypatch.setattr(_Search, "peers", lambda self: ())
+    monkeypatch.setattr(_Search, "peers", lambda self, known: ())
     monkeypatch.setattr("routepack.solvers.anneal.anneal", lambda *arguments, **options: None)
-    assert compare(range(40))[1] > 1.0
+    assert compare(range(25))[1] > 1.0
+
+
+def test_a_baseline_is_only_passed_over_where_it_cannot_be_ahead():
+    skipped = 0
+    for seed in range(30):
+        demand, options, cap = random_window(seed)
+        try:
+            search = _Search(
+                planner=Planner(**options, packer=AttentionAwarePacker(max_tokens=cap)), demand=demand, started=0.0
+            )
+        except InfeasibleError:
+            continue
+        values = sorted(candidate.evaluation.value for candidate in search.peers(np.inf))
+        for known in values:
+            priced = [candidate.evaluation.value for candidate in search.peers(known)]
+            assert [value for value in values if value < known] == sorted(value for value in priced if value < known)
+            skipped += len(values) - len(priced)
+    assert skipped > 50

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 
 import numpy as np
 
-from routepack import bounds, cost
-from routepack.components import baselines
+from routepack import bounds, cost, peers
 from routepack.components.collector import RoutingDemandCollector
 from routepack.components.packer import FirstFitPacker, Packer, PackingProblem
 from routepack.components.rerouter import ExpertRerouter, Rerouter
@@ -19,6 +18,8 @@ from routepack.types import SYNCS, Certificate, ExpertPlacement, Packing, Plan, 
 
 PHASES = 4
 """Times that a plan packs, with the placement refined after each."""
+ROUNDING = 1e-9
+"""By so much a bound may exceed a value that it equals."""
 REFINE_SHARE = 0.2
 """Share of a time limit kept for placing, pricing and bounds."""
 
@@ -81,7 +82,9 @@ class Planner:
         self.topology.slots_per_rank(demand.num_experts)
         search = _Search(planner=self, demand=demand, started=started)
         baseline = search.baseline()
-        found = [candidate for candidate in [baseline, *search.candidates(), *search.peers()] if search.allowed(candidate)]
+        found = [candidate for candidate in [baseline, *search.candidates()] if search.allowed(candidate)]
+        known = min(candidate.evaluation.value for candidate in found)
+        found += [candidate for candidate in search.peers(known) if search.allowed(candidate)]
         best = min(found, key=lambda candidate: candidate.evaluation.key)
         if previous is not None:
             best = best.kept_near(previous, self.topology)
@@ -174,22 +177,30 @@ class _Search:
         """Whether the ranks' numbers of sequences are as the packer's rules want them."""
         return self.packer.rules.counts_allowed(candidate.packing.cell_of_S, self.topology.data_parallel_degree)
 
-    def peers(self):
-        """What the baselines would plan: a search that falls behind one of them takes its plan."""
-        if not self.packer.improves:
-            return
-        options = asdict(self.packer.rules) | {"max_tokens": self.packer.max_tokens}
-        rerouters = baselines.REROUTERS if self.rerouter.refines else [self.rerouter]
+    def peers(self, known: float):
+        """What the baselines would plan where it can be worth less than *known*, the best value so far.
+
+        A search that falls behind one of them takes its plan. Most cannot, by their attention term and the least that
+        their placement's experts cost, and are not priced.
+        """
         packings = None
-        for rerouter in rerouters:
-            placement = rerouter.place(self.demand.tokens_LE, self.topology)
-            load_SRL = self.load_of(placement)
-            # Baselines pack by lengths and work alone, so one placement's packings are every placement's.
-            if packings is None:
-                problem = self.problem(load_SRL, phase=0, start=None)
-                packings = [kind(**options).pack(problem) for kind in baselines.PACKERS]
-            for packing in packings:
-                yield from self.dealt(self.priced(placement, packing, load_SRL), load_SRL)
+        for rerouter in peers.rerouters_beside(self.rerouter):
+            placement, load_SRL = rerouter.place(self.demand.tokens_LE, self.topology), None
+            expert = peers.least_expert(placement, self.demand, self.topology, self.rates)
+            packings = self.peer_packings() if packings is None else packings
+            for packing, attention in packings:
+                if attention + expert < known * (1 + ROUNDING):
+                    load_SRL = self.load_of(placement) if load_SRL is None else load_SRL
+                    yield from self.dealt(self.priced(placement, packing, load_SRL), load_SRL)
+
+    def peer_packings(self) -> list[tuple[Packing, float]]:
+        """The baselines' packings, with the attention term of each."""
+        nothing_SRL = np.zeros((self.demand.num_sequences, 1, 1), dtype=np.int32)
+        problem = self.problem(nothing_SRL, phase=0, start=None)
+        return [
+            (packing, peers.least_attention(packing, self.demand.length_S, self.topology, self.rates))
+            for packing in peers.packings_beside(self.packer, problem)
+        ]
 
     def problem(self, load_SRL: np.ndarray, *, phase: int, start: np.ndarray | None) -> PackingProblem:
         """What the packer sees in one phase."""

@@ -71,7 +71,7 @@ def certify_rows(
             name, (answer, found) = "CP-SAT", cp_sat(**asked, seconds=cp_sat_seconds, seed=seed)
         if answer == UNDECIDED:
             break
-        if answer == YES:
+        if found is not None:
             cell_of_S, rows = found, lower
         else:
             lower, method = rules.allowed(lower + 1), name
@@ -149,7 +149,7 @@ def cp_sat(
     for v in kinds:
         model.add(sum(take[b][v] for b in bins) == int(count_V[v]))
     for b in bins:
-        model.add(load[b] <= int(max_tokens))
+        model.add(load[b] <= max_tokens)
     for b in bins[1:]:  # Bins are alike: one order of them will do.
         model.add(load[b] <= load[b - 1])
     solver = cp_model.CpSolver()
