@@ -180,7 +180,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
         "topology": dict(vars_of(plan.topology)),
         "num_microbatches": plan.num_microbatches,
         "certificate": {k: getattr(certificate, k) for k in ("num_microbatches", "lower_bound", "method")},
-        "rules": asdict(plan.rules),
+        "rules": _plain(asdict(plan.rules)),
         **{name: _plain(getattr(plan, name)) for name in _PLAN_SCALARS},
     }
     _write(path, tensors, {"format": PLAN, "plan": json.dumps(header)})
