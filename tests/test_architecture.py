@@ -13,9 +13,9 @@ ROOT = Path(routepack.__file__).parent
 LEVELS = [
     {"errors", "files", "arrays"},
     {"recorded", "planned", "types"},
-    {"config", "cost", "flops", "bounds", "trace", "solvers", "formats"},
+    {"config", "communication", "cost", "flops", "bounds", "trace", "solvers", "formats"},
     {"components"},
-    {"planner", "materialize", "verification", "metrics", "report", "assembly", "distributed", "testing"},
+    {"locality", "planner", "materialize", "verification", "metrics", "report", "assembly", "distributed", "testing"},
     {"cli", "integrations", "__init__", "__main__"},
 ]
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}

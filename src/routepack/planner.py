@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 
 import numpy as np
 
 from routepack import bounds, cost
+from routepack.communication import FreeLinks, Links
 from routepack.components.collector import RoutingDemandCollector
 from routepack.components.packer import FirstFitPacker, Packer, PackingProblem
 from routepack.components.rerouter import ExpertRerouter, Rerouter
 from routepack.errors import ConfigError
+from routepack.locality import brought_near
 from routepack.types import SYNCS, Certificate, ExpertPlacement, Packing, Plan, RolloutBatch, RoutingDemand, Sync, Topology
 
 PHASES = 4
@@ -39,6 +41,8 @@ class Planner:
     packer: Packer
     cost_model: cost.CostModel = field(default_factory=cost.WindowNormalizedCost)
     rerouter: Rerouter = field(default_factory=ExpertRerouter)
+    links: Links = field(default_factory=FreeLinks)
+    """What the all-to-all costs inside and across nodes."""
     collector: RoutingDemandCollector = field(default_factory=RoutingDemandCollector)
     """What counts a RolloutBatch."""
     sync: Sync = "step"
@@ -81,6 +85,7 @@ class Planner:
         search = _Search(planner=self, demand=demand, started=started)
         baseline = search.baseline()
         best = min([baseline, *search.candidates()], key=lambda candidate: candidate.evaluation.key)
+        best = brought_near(search, best)
         if previous is not None:
             best = best.kept_near(previous, self.topology)
         return search.report(best, baseline)
@@ -122,7 +127,8 @@ class _Search:
     def __post_init__(self) -> None:
         planner, demand = self.planner, self.demand
         self.topology, self.packer, self.rerouter = planner.topology, planner.packer, planner.rerouter
-        self.rates = planner.cost_model.rates(demand, self.topology)
+        rates = planner.cost_model.rates(demand, self.topology)
+        self.rates = replace(rates, **planner.links.checked_prices(demand, self.topology, rates.unit))
         self.certificate, self.feasible = self.packer.certify(demand.length_S, self.topology, seed=planner.seed)
         self.num_proposals = planner.num_proposals or default_proposals(demand, self.topology)
         alternates = self.rerouter.refines and self.packer.improves
@@ -230,7 +236,7 @@ class _Search:
             ),
             baseline_microbatches=baseline.packing.num_microbatches,
             unit=self.rates.unit,
-            cost=self.rates.as_dict() | planner.cost_model.as_dict(),
+            cost=self.rates.as_dict() | planner.cost_model.as_dict() | {"links": planner.links.as_dict()},
             parts=parts | {f"bound.{name}": value for name, value in limits.items()},
             seed=planner.seed,
             budget=self.budget(),

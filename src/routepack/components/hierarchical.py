@@ -1,0 +1,63 @@
+"""Experts to nodes, then to the ranks of a node; balance against traffic. Letters: :mod:`routepack.types`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from routepack.communication import nodes_per_group
+from routepack.components.rerouter import ExpertRerouter
+from routepack.cost import CostRates, num_packed_groups, ranks_per_group
+from routepack.errors import ConfigError
+from routepack.types import ExpertPlacement, Packing, RoutingDemand, Sync, Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class HierarchicalRerouter(ExpertRerouter):
+    """Evens out nodes, then the ranks of each node; on packed cells, gives balance up where it saves more traffic.
+
+    Where nodes cut EP groups unevenly (``nodes_per_group`` 0) or hold whole groups (1) it places as
+    :class:`ExpertRerouter` does; a plan's ``parts["planned.nodes_per_group"]`` says which.
+    """
+
+    traffic_weight: float = 1.0
+    """What a row across nodes counts for, in its price: 0 looks at balance alone, above 1 leans to locality."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.traffic_weight < float("inf"):
+            raise ConfigError(f"rerouter.traffic_weight={self.traffic_weight!r} must be 0 or more.")
+
+    def assign_on(self, tokens_LE: np.ndarray, topology: Topology) -> np.ndarray:
+        """LPT with equal counts and best-pair swaps, over nodes and then inside each."""
+        from routepack.solvers import nodes, placement
+
+        num_nodes, ranks = nodes_per_group(topology), topology.expert_parallel_degree
+        if num_nodes < 2:
+            return self.assign(tokens_LE, ranks)
+        return placement.slots_of_ranks(nodes.hierarchical_ranks(tokens_LE, num_nodes, ranks))
+
+    def bring_near(
+        self, slots_LP: np.ndarray, demand: RoutingDemand, packing: Packing, topology: Topology, rates: CostRates, sync: Sync
+    ) -> np.ndarray:
+        """Swaps that lower experts' and links' cost together; as it was where nodes cut groups unevenly."""
+        from routepack.solvers import loads, nodes, placement
+
+        if nodes_per_group(topology) == 0:
+            return slots_LP
+        ranks_LE = nodes.refine_near(
+            loads.unit_load(demand.tokens_SLE, packing.cell_of_S, packing.num_cells),
+            ExpertPlacement(physical_to_logical_LP=slots_LP).rank_of_LE(topology.expert_parallel_degree),
+            nodes.Prices(expert=rates.expert, inside=rates.inside, across=rates.across * self.traffic_weight),
+            group_of(topology),
+            joined_units=num_packed_groups(topology) if sync == "layer" else 1,
+        )
+        return placement.slots_of_ranks(ranks_LE)
+
+
+def group_of(topology: Topology):
+    """The shape of the EP groups, for the solvers."""
+    from routepack.solvers.nodes import Group
+
+    ranks = topology.expert_parallel_degree
+    return Group(num_ranks=ranks, num_nodes=nodes_per_group(topology), num_cells=ranks_per_group(topology))
