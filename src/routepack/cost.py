@@ -162,7 +162,11 @@ class Evaluation:
     joined_expert_M: np.ndarray
     imbalance_MGL: np.ndarray
     """float64: fullest EP rank over the mean of its group, in each unit and layer; 1 where nothing is routed."""
+    peak_MGL: np.ndarray
+    """int64: rows of the fullest EP rank of each unit and layer; the layer axis may be zero-padded."""
     sync: Sync
+    links_MGL: np.ndarray | None = None
+    """float64: what the busiest links cost in each unit and layer; None where they are free."""
     communication_MG: np.ndarray | float = 0.0
     """float64: sum over layers of the busiest link of each unit; 0 where links are free."""
     joined_communication_M: np.ndarray | float = 0.0
@@ -246,20 +250,31 @@ def evaluate(
     imbalance_UL = np.where(mean_UL > 0, peak_UL / np.where(mean_UL > 0, mean_UL, 1.0), 1.0)[:, routed_L]
     cost_MGWI = cost_CI.reshape(microbatches, groups, width, stages)
     peak_MGL = peak_UL.reshape(microbatches, groups, -1)
-    links = {}
+    links_MGL = None
     if rates.links_cost:
         load_CRL = sums_by(packing.cell_of_S, load_SRL, packing.num_cells)
-        links_MGL = link_cost(load_CRL, topology, rates).reshape(microbatches, groups, -1)
-        links = {"communication_MG": links_MGL.sum(axis=-1), "joined_communication_M": links_MGL.max(axis=1).sum(axis=-1)}
+        links_MGL = link_cost(load_CRL, topology, rates).reshape(peak_MGL.shape)
     return Evaluation(
         attention_MG=cost_MGWI.max(axis=2).sum(axis=-1),
-        expert_MG=rates.expert * peak_MGL.sum(axis=-1, dtype=np.int64),
         joined_attention_M=cost_MGWI.max(axis=(1, 2)).sum(axis=-1),
-        joined_expert_M=rates.expert * peak_MGL.max(axis=1).sum(axis=-1, dtype=np.int64),
         imbalance_MGL=imbalance_UL.reshape(microbatches, groups, -1) if routed_L.any() else np.ones((microbatches, groups, 1)),
         sync=sync,
-        **links,
+        **by_layer(peak_MGL, links_MGL, rates.expert),
     )
+
+
+def by_layer(peak_MGL: np.ndarray, links_MGL: np.ndarray | None, expert: float) -> dict[str, Any]:
+    """The terms of an :class:`Evaluation` that add up over layers: *expert* x fullest rank, and links where they cost."""
+    terms = {
+        "peak_MGL": peak_MGL,
+        "links_MGL": links_MGL,
+        "expert_MG": expert * peak_MGL.sum(axis=-1, dtype=np.int64),
+        "joined_expert_M": expert * peak_MGL.max(axis=1).sum(axis=-1, dtype=np.int64),
+    }
+    if links_MGL is not None:
+        terms["communication_MG"] = links_MGL.sum(axis=-1)
+        terms["joined_communication_M"] = links_MGL.max(axis=1).sum(axis=-1)
+    return terms
 
 
 def link_cost(load_CRL: np.ndarray, topology: Topology, rates: CostRates) -> np.ndarray:
