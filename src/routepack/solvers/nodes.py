@@ -40,7 +40,7 @@ def hierarchical_ranks(tokens_LE: np.ndarray, num_nodes: int, num_ranks: int) ->
     """int32 [L, E]: experts evened out over nodes first, then over the ranks of each node.
 
     >>> hierarchical_ranks(np.array([[8, 1, 1, 1, 1, 1, 1, 0]]), 2, 4)[0] // 2
-    array([0, 1, 1, 1, 0, 0, 1, 0], dtype=int32)
+    array([0, 1, 1, 1, 1, 0, 0, 0], dtype=int32)
     """
     layers, experts = tokens_LE.shape
     node_of_LE = balanced_ranks(tokens_LE, num_nodes)
