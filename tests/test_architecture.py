@@ -15,7 +15,19 @@ LEVELS = [
     {"recorded", "planned", "types"},
     {"config", "communication", "cost", "flops", "bounds", "trace", "solvers", "formats"},
     {"components"},
-    {"locality", "transition", "planner", "background", "materialize", "verification", "metrics", "report", "assembly", "distributed", "testing"},
+    {
+        "locality",
+        "transition",
+        "planner",
+        "background",
+        "materialize",
+        "verification",
+        "metrics",
+        "report",
+        "assembly",
+        "distributed",
+        "testing",
+    },
     {"cli", "integrations", "__init__", "__main__"},
 ]
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}

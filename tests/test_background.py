@@ -116,9 +116,7 @@ def test_what_planning_raises_is_raised_by_result_and_the_next_window_is_planned
 
 def replace_lengths(demand, most):
     kept = demand.length_S <= most
-    return replace(
-        demand, tokens_SLE=demand.tokens_SLE[kept], length_S=demand.length_S[kept], group_S=demand.group_S[kept]
-    )
+    return replace(demand, tokens_SLE=demand.tokens_SLE[kept], length_S=demand.length_S[kept], group_S=demand.group_S[kept])
 
 
 def test_a_sequence_that_contradicts_itself_is_raised_by_the_result_of_its_window_alone():

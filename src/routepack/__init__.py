@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from routepack import solvers, testing
+    from routepack.background import BackgroundPlanner, PlanTiming
+    from routepack.communication import FreeLinks, Links, LinkSpeeds, WindowNormalizedLinks
     from routepack.components.collector import RoutingDemandCollector
+    from routepack.components.hierarchical import HierarchicalRerouter
+    from routepack.components.move_policy import AlwaysMove, MoveIfItPays, MovePolicy
     from routepack.components.packer import AttentionAwarePacker, FirstFitPacker, Packer, PackingProblem
     from routepack.components.rerouter import ExpertRerouter, IdentityRerouter, Rerouter
     from routepack.cost import CostModel, CostRates, WindowNormalizedCost
@@ -24,7 +28,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _NAMES = {
+    "background": ("BackgroundPlanner", "PlanTiming"),
+    "communication": ("FreeLinks", "LinkSpeeds", "Links", "WindowNormalizedLinks"),
     "components.collector": ("RoutingDemandCollector",),
+    "components.hierarchical": ("HierarchicalRerouter",),
+    "components.move_policy": ("AlwaysMove", "MoveIfItPays", "MovePolicy"),
     "components.packer": ("AttentionAwarePacker", "FirstFitPacker", "Packer", "PackingProblem"),
     "components.rerouter": ("ExpertRerouter", "IdentityRerouter", "Rerouter"),
     "cost": ("CostModel", "CostRates", "WindowNormalizedCost"),
@@ -40,7 +48,9 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = ("solvers", "testing")
 
 __all__ = [
+    "AlwaysMove",
     "AttentionAwarePacker",
+    "BackgroundPlanner",
     "Certificate",
     "ConfigError",
     "CostModel",
@@ -49,13 +59,20 @@ __all__ = [
     "ExpertRerouter",
     "FirstFitPacker",
     "FlopsCost",
+    "FreeLinks",
+    "HierarchicalRerouter",
     "IdentityRerouter",
     "InfeasibleError",
+    "LinkSpeeds",
+    "Links",
+    "MoveIfItPays",
+    "MovePolicy",
     "Packer",
     "Packing",
     "PackingProblem",
     "Plan",
     "PlanError",
+    "PlanTiming",
     "Planner",
     "Rerouter",
     "RolloutBatch",
@@ -65,6 +82,7 @@ __all__ = [
     "Topology",
     "TraceError",
     "WindowNormalizedCost",
+    "WindowNormalizedLinks",
     "load_demand",
     "load_plan",
     "load_trace",

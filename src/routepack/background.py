@@ -37,7 +37,11 @@ class PlanTiming:
 
     def metrics(self, prefix: str = "plan/") -> dict[str, float]:
         """Plain floats, for any logger."""
-        return {f"{prefix}exposed_ms": self.exposed_ms, f"{prefix}background_ms": self.plan_ms, f"{prefix}queued_ms": self.queued_ms}
+        return {
+            f"{prefix}exposed_ms": self.exposed_ms,
+            f"{prefix}background_ms": self.plan_ms,
+            f"{prefix}queued_ms": self.queued_ms,
+        }
 
 
 @dataclass(kw_only=True, eq=False)
@@ -148,6 +152,13 @@ class BackgroundPlanner:
         return len(self._windows)
 
     @property
+    def uncounted(self) -> int:
+        """Sequences added to the window under way that are not counted yet, each with its ids still in memory."""
+        while self._counted and self._counted[0].done() and self._counted[0].exception() is None:
+            self._counted.popleft()
+        return len(self._counted)
+
+    @property
     def ready(self) -> bool:
         """Whether :meth:`result` would return or raise at once."""
         return bool(self._windows) and self._windows[0].future.done()
@@ -177,7 +188,7 @@ class BackgroundPlanner:
     def _start_stream(self) -> None:
         # A collector of its own for every window: the next one's sequences may arrive while this one's are summed up.
         self._collector: RoutingDemandCollector = replace(self.planner.collector)
-        self._counted: list[Future[None]] = []
+        self._counted: deque[Future[None]] = deque()
         self._stream_seconds = 0.0
 
     def _enqueue(
@@ -233,7 +244,7 @@ class BackgroundPlanner:
             )
 
 
-def _counted_demand(counted: list[Future[None]], collector: RoutingDemandCollector) -> RoutingDemand:
+def _counted_demand(counted: deque[Future[None]], collector: RoutingDemandCollector) -> RoutingDemand:
     """What was counted; raises what the first sequence with something wrong raised."""
     for one in counted:
         one.result()

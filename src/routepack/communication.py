@@ -115,7 +115,10 @@ class LinkSpeeds(Links):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowNormalizedLinks(Links):
-    """Each kind of link scaled so that a window routed evenly over all ranks spends its share there, beside the cost model's 1."""
+    """Each kind of link scaled so that a window routed evenly over all ranks spends its share there.
+
+    Shares come beside the cost model's own, which add up to 1.
+    """
 
     unit: ClassVar[str | None] = "relative"
 

@@ -54,9 +54,7 @@ def _near(search: Any, best: Any, baseline: Any, previous: ExpertPlacement) -> A
 
     ranks = search.topology.expert_parallel_degree
     nodes = max(1, nodes_per_group(search.topology)) if search.rates.links_cost else 1
-    slots_LP = keep_in_place(
-        best.placement.physical_to_logical_LP, previous.physical_to_logical_LP, ranks, num_nodes=nodes
-    )
+    slots_LP = keep_in_place(best.placement.physical_to_logical_LP, previous.physical_to_logical_LP, ranks, num_nodes=nodes)
     placement = ExpertPlacement(physical_to_logical_LP=slots_LP)
     if not search.rates.links_cost:
         return replace(best, placement=placement)

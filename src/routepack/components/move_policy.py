@@ -105,7 +105,8 @@ class MovePolicy(ABC):
         return value
 
     def check_unit(self, unit: str) -> None:
-        """Raise ConfigError where the value's unit cannot be compared with the cost of moving."""
+        """Raise ConfigError where values in *unit* cannot be compared with the cost of moving. Here they never are."""
+        return
 
     def expert_bytes(self, topology: Topology) -> float:
         """Bytes that a rank sends for one expert."""

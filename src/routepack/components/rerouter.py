@@ -65,7 +65,13 @@ class Rerouter(ABC):
 
     @final
     def near_placement(
-        self, placement: ExpertPlacement, demand: RoutingDemand, packing: Packing, topology: Topology, rates: CostRates, sync: Sync
+        self,
+        placement: ExpertPlacement,
+        demand: RoutingDemand,
+        packing: Packing,
+        topology: Topology,
+        rates: CostRates,
+        sync: Sync,
     ) -> ExpertPlacement:
         """The placement, refined for what links cost now that every sequence has its cell, checked like :meth:`place`."""
         slots_LP = self.bring_near(placement.physical_to_logical_LP, demand, packing, topology, rates, sync)

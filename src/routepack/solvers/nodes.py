@@ -102,7 +102,9 @@ def swap_sequences(
 
 
 @njit(nogil=True, cache=True)
-def _swap_sequences(rows_Sn, cell_of_S, length_S, cost_SI, tokens_C, cost_CI, max_tokens, by_unit, starts, node_of_seat, sweeps):
+def _swap_sequences(
+    rows_Sn, cell_of_S, length_S, cost_SI, tokens_C, cost_CI, max_tokens, by_unit, starts, node_of_seat, sweeps
+):
     seats, stages = node_of_seat.size, cost_SI.shape[1]
     for u in range(starts.size - 1):
         members = by_unit[starts[u] : starts[u + 1]]
@@ -269,7 +271,7 @@ def _likeliest(load_EC, near_En, rank_of_E, rows_RC, rates, node_of_R, seats, a,
 @njit(nogil=True, cache=True)
 def _waited(rows_RC, rates, node_of_R, seats, joined):
     """What all units wait for in one layer."""
-    ranks, cells = rows_RC.shape
+    cells = rows_RC.shape[1]
     total = 0.0
     for first in range(0, cells, seats * joined):
         fullest, links = 0.0, 0.0
