@@ -182,11 +182,13 @@ def refine_near(
         threads: layers are refined alone, so any number gives the same.
 
     """
-    rank_of_LE = np.array(rank_of_LE, dtype=np.int32)
-    rates = np.array([prices.expert, prices.inside, prices.across])
+    rank_of_LE, shared = np.array(rank_of_LE, dtype=np.int32), group.num_ranks // group.num_cells
+    # As if each of a DP rank's model-parallel ranks sent all of its rows, at their share of the price.
+    load_LEUJ = np.repeat(load_LEC, shared, axis=2).reshape(*rank_of_LE.shape, -1, group.num_ranks)
+    rates, per_node = np.array([prices.expert, prices.inside, prices.across]) / shared, group.num_ranks // group.num_nodes
 
     def refine(layer: int) -> None:
-        _refine_near(load_LEC[layer], rank_of_LE[layer], rates, group.node_of_R, group.num_cells, joined_units, sweeps)
+        _refine_near(load_LEUJ[layer], rank_of_LE[layer], rates, per_node, joined_units, sweeps)
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(refine, range(len(rank_of_LE))))
@@ -194,117 +196,113 @@ def refine_near(
 
 
 @njit(nogil=True, cache=True)
-def _refine_near(load_EC, rank_of_E, rates, node_of_R, seats, joined, sweeps):
-    experts, cells = load_EC.shape
-    ranks = node_of_R.size
-    rows_RC = np.zeros((ranks, cells), np.int64)
-    near_En = np.zeros((experts, node_of_R[-1] + 1), np.int64)
+def _refine_near(load_EUJ, rank_of_E, rates, per_node, joined, sweeps):
+    experts, units, ranks = load_EUJ.shape
+    rows_URJ = np.zeros((units, ranks, ranks), np.int32)
+    load_EU = np.zeros((experts, units), np.int32)
+    load_RU = np.zeros((ranks, units), np.int32)
+    near_En = np.zeros((experts, ranks // per_node), np.int64)
     for e in range(experts):
-        rows_RC[rank_of_E[e]] += load_EC[e]
-        for c in range(cells):
-            near_En[e, node_of_R[(c % seats) * (ranks // seats)]] += load_EC[e, c]
-    value = _waited(rows_RC, rates, node_of_R, seats, joined)
+        for u in range(units):
+            for j in range(ranks):
+                rows_URJ[u, rank_of_E[e], j] += load_EUJ[e, u, j]
+                load_EU[e, u] += load_EUJ[e, u, j]
+                near_En[e, j // per_node] += load_EUJ[e, u, j]
+        load_RU[rank_of_E[e]] += load_EU[e]
+    value = _waited(rows_URJ, rates, per_node, joined)
     for _ in range(sweeps):
         before = value
         for a in range(ranks):
             for b in range(a + 1, ranks):
-                e, f = _likeliest(load_EC, near_En, rank_of_E, rows_RC, rates, node_of_R, seats, a, b)
+                e, f = _likeliest(load_EU, near_En, rank_of_E, load_RU, rates, per_node, a, b)
                 if e < 0:
                     continue
-                _exchange(rows_RC, load_EC, e, f, a, b)
-                now = _waited(rows_RC, rates, node_of_R, seats, joined)
+                _exchange(rows_URJ, load_EUJ, e, f, a, b)
+                now = _waited(rows_URJ, rates, per_node, joined)
                 if now < value:
                     value = now
                     rank_of_E[e], rank_of_E[f] = b, a
+                    for u in range(units):
+                        given = load_EU[e, u] - load_EU[f, u]
+                        load_RU[a, u] -= given
+                        load_RU[b, u] += given
                 else:
-                    _exchange(rows_RC, load_EC, e, f, b, a)
+                    _exchange(rows_URJ, load_EUJ, e, f, b, a)
         if value == before:
             break
 
 
 @njit(nogil=True, cache=True)
-def _exchange(rows_RC, load_EC, e, f, a, b):
-    for c in range(rows_RC.shape[1]):
-        given = load_EC[e, c] - load_EC[f, c]
-        rows_RC[a, c] -= given
-        rows_RC[b, c] += given
+def _exchange(rows_URJ, load_EUJ, e, f, a, b):
+    """Rows after rank a gave expert e for f of rank b."""
+    for u in range(rows_URJ.shape[0]):
+        for j in range(rows_URJ.shape[2]):
+            given = load_EUJ[e, u, j] - load_EUJ[f, u, j]
+            rows_URJ[u, a, j] -= given
+            rows_URJ[u, b, j] += given
 
 
 @njit(nogil=True, cache=True)
-def _likeliest(load_EC, near_En, rank_of_E, rows_RC, rates, node_of_R, seats, a, b):
+def _likeliest(load_EU, near_En, rank_of_E, load_RU, rates, per_node, a, b):
     """The swap between two ranks that promises most: exact for experts, the mean link standing for the busiest."""
-    cells, ranks = load_EC.shape[1], node_of_R.size
-    units = cells // seats
-    load_RU = np.zeros((ranks, units), np.int64)
-    load_EU = np.zeros((rank_of_E.size, units), np.int64)
-    for c in range(cells):
-        for r in range(ranks):
-            load_RU[r, c // seats] += rows_RC[r, c]
-    others_U = np.zeros(units, np.int64)
+    ranks, units = load_RU.shape
+    others_U = np.zeros(units, np.int32)
     for r in range(ranks):
         if r != a and r != b:
-            others_U = np.maximum(others_U, load_RU[r])
-    for e in range(rank_of_E.size):
-        if rank_of_E[e] == a or rank_of_E[e] == b:
-            for c in range(cells):
-                load_EU[e, c // seats] += load_EC[e, c]
-    peaks = np.maximum(others_U, np.maximum(load_RU[a], load_RU[b])).sum()
+            for u in range(units):
+                others_U[u] = max(others_U[u], load_RU[r, u])
+    before = np.int64(0)
+    for u in range(units):
+        before += max(others_U[u], max(load_RU[a, u], load_RU[b, u]))
     best, best_e, best_f = 0.0, -1, -1
-    na, nb = node_of_R[a], node_of_R[b]
+    na, nb = a // per_node, b // per_node
     for e in range(rank_of_E.size):
         if rank_of_E[e] != a:
             continue
         for f in range(rank_of_E.size):
             if rank_of_E[f] != b:
                 continue
-            now = 0
+            now = np.int64(0)
             for u in range(units):
                 given = load_EU[e, u] - load_EU[f, u]
                 now += max(others_U[u], max(load_RU[a, u] - given, load_RU[b, u] + given))
             saved = near_En[e, nb] - near_En[e, na] + near_En[f, na] - near_En[f, nb]
-            change = rates[0] * (now - peaks) - (rates[2] - rates[1]) * saved / ranks
+            change = rates[0] * (now - before) - (rates[2] - rates[1]) * saved / ranks
             if change < best:
                 best, best_e, best_f = change, e, f
     return best_e, best_f
 
 
 @njit(nogil=True, cache=True)
-def _waited(rows_RC, rates, node_of_R, seats, joined):
+def _waited(rows_URJ, rates, per_node, joined):
     """What all units wait for in one layer."""
-    cells = rows_RC.shape[1]
     total = 0.0
-    for first in range(0, cells, seats * joined):
+    for first in range(0, rows_URJ.shape[0], joined):
         fullest, links = 0.0, 0.0
-        for start in range(first, first + seats * joined, seats):
-            full, inside, across = _busiest(rows_RC[:, start : start + seats], node_of_R)
-            fullest = max(fullest, full)
+        for u in range(first, first + joined):
+            full, inside, across = _busiest(rows_URJ[u], per_node)
+            fullest = max(fullest, rates[0] * full)
             links = max(links, rates[1] * inside + rates[2] * across)
-        total += rates[0] * fullest + links
+        total += fullest + links
     return total
 
 
 @njit(nogil=True, cache=True)
-def _busiest(rows_RI, node_of_R):
+def _busiest(rows_RJ, per_node):
     """Rows of one unit: (of the fullest rank, of the busiest rank's links inside its node, and across)."""
-    ranks, seats = rows_RI.shape
-    shared = ranks // seats
-    full, inside, across = 0, 0, 0
+    ranks = rows_RJ.shape[0]
+    sent_J, near_J = np.zeros(ranks, np.int32), np.zeros(ranks, np.int32)
+    full, inside, across = np.int32(0), np.int32(0), np.int32(0)
     for r in range(ranks):
-        load, near, far = 0, 0, 0
-        for i in range(seats):
-            load += rows_RI[r, i]
-            if node_of_R[i * shared] != node_of_R[r]:
-                far += shared * rows_RI[r, i]
-            else:
-                near += (shared - 1 if r // shared == i else shared) * rows_RI[r, i]
-        full, inside, across = max(full, load), max(inside, near), max(across, far)
+        load, near, first = np.int32(0), np.int32(0), r // per_node * per_node
+        for j in range(ranks):
+            load += rows_RJ[r, j]
+            sent_J[j] += rows_RJ[r, j]
+        for j in range(first, first + per_node):
+            near += rows_RJ[r, j]
+            near_J[j] += rows_RJ[r, j]
+        full, inside, across = max(full, load), max(inside, near - rows_RJ[r, r]), max(across, load - near)
     for j in range(ranks):
-        near, far = 0, 0
-        for r in range(ranks):
-            rows = rows_RI[r, j // shared]
-            if node_of_R[j] != node_of_R[r]:
-                far += rows
-            elif j != r:
-                near += rows
-        inside, across = max(inside, near), max(across, far)
-    return float(full), inside / shared, across / shared
+        inside = max(inside, near_J[j] - rows_RJ[j, j])
+        across = max(across, sent_J[j] - near_J[j])
+    return full, inside, across
