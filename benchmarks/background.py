@@ -103,8 +103,8 @@ def main():
     alone = statistics.median(work() for _ in range(args.repeats))
     ratio = expected.value / expected.parts["bound.no_replication"]
     where = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    print(f"numpy {np.__version__}, {where}, "
-          f"load {os.getloadavg()[0]:.1f}; {args.window}: value/bound {ratio:.4f}, work alone {1e3 * alone:.0f} ms")  # fmt: skip
+    print(f"numpy {np.__version__}, {where}, load {os.getloadavg()[0]:.1f}")
+    print(f"{args.window}: value/bound {ratio:.4f}, work alone {1e3 * alone:.0f} ms")
     print("milliseconds, median (least):")
     for label, measure in (("on the spot", on_the_spot), ("in background", in_background)):
         runs = []

@@ -20,8 +20,15 @@ def brought_near(search: Any, best: Any) -> Any:
     """
     if not search.rates.links_cost:
         return best
-    placement, packing = best.placement, best.packing
-    for _ in range(ROUNDS):
+    near = _alternated(search, best, best.placement)
+    gathered = search.rerouter.gathered_placement(search.demand, search.topology)
+    return near if gathered is None else _better(near, _alternated(search, best, gathered))
+
+
+def _alternated(search: Any, best: Any, placement: ExpertPlacement) -> Any:
+    """The best of a candidate and of what comes of its packing on a placement."""
+    packing = best.packing
+    for turn in range(ROUNDS):
         before = best
         packing = _seated(search, placement, packing)
         best = _better(best, search.priced(placement, packing, search.load_of(placement)))
@@ -29,7 +36,7 @@ def brought_near(search: Any, best: Any) -> Any:
             placement, search.demand, packing, search.topology, search.rates, search.planner.sync
         )
         best = _better(best, search.priced(placement, packing, search.load_of(placement)))
-        if best is before:
+        if best is before and turn:
             break
     return best
 

@@ -40,6 +40,17 @@ class HierarchicalRerouter(ExpertRerouter):
             return self.assign(tokens_LE, ranks)
         return placement.slots_of_ranks(nodes.hierarchical_ranks(tokens_LE, num_nodes, ranks))
 
+    def gather(self, demand: RoutingDemand, topology: Topology) -> np.ndarray | None:
+        """Experts that the same sequences use onto one node, then evened out over its ranks; None without nodes."""
+        from routepack.solvers import clusters, nodes, placement
+
+        num_nodes = nodes_per_group(topology)
+        if num_nodes < 2 or self.traffic_weight == 0:
+            return None
+        node_of_LE = clusters.gathered_nodes(demand.tokens_SLE, num_nodes)
+        ranks_LE = nodes.ranks_in_nodes(demand.tokens_LE, node_of_LE, num_nodes, topology.expert_parallel_degree)
+        return placement.slots_of_ranks(ranks_LE)
+
     def bring_near(
         self, slots_LP: np.ndarray, demand: RoutingDemand, packing: Packing, topology: Topology, rates: CostRates, sync: Sync
     ) -> np.ndarray:

@@ -77,6 +77,16 @@ class Rerouter(ABC):
         slots_LP = self.bring_near(placement.physical_to_logical_LP, demand, packing, topology, rates, sync)
         return self._checked(slots_LP, demand.tokens_LE.shape)
 
+    @final
+    def gathered_placement(self, demand: RoutingDemand, topology: Topology) -> ExpertPlacement | None:
+        """A placement that puts together what the same sequences use, to start from; checked like :meth:`place`."""
+        slots_LP = self.gather(demand, topology)
+        return None if slots_LP is None else self._checked(slots_LP, demand.tokens_LE.shape)
+
+    def gather(self, demand: RoutingDemand, topology: Topology) -> np.ndarray | None:
+        """int [L, P]: such a placement, asked for only where links cost something. None unless overridden."""
+        return None
+
     def bring_near(
         self, slots_LP: np.ndarray, demand: RoutingDemand, packing: Packing, topology: Topology, rates: CostRates, sync: Sync
     ) -> np.ndarray:

@@ -42,8 +42,12 @@ def hierarchical_ranks(tokens_LE: np.ndarray, num_nodes: int, num_ranks: int) ->
     >>> hierarchical_ranks(np.array([[8, 1, 1, 1, 1, 1, 1, 0]]), 2, 4)[0] // 2
     array([0, 1, 1, 1, 1, 0, 0, 0], dtype=int32)
     """
+    return ranks_in_nodes(tokens_LE, balanced_ranks(tokens_LE, num_nodes), num_nodes, num_ranks)
+
+
+def ranks_in_nodes(tokens_LE: np.ndarray, node_of_LE: np.ndarray, num_nodes: int, num_ranks: int) -> np.ndarray:
+    """int32 [L, E]: the experts of every node evened out over its ranks."""
     layers, experts = tokens_LE.shape
-    node_of_LE = balanced_ranks(tokens_LE, num_nodes)
     experts_LnK = np.argsort(node_of_LE, axis=1, kind="stable").reshape(layers, num_nodes, -1)
     tokens_LnK = np.take_along_axis(tokens_LE, experts_LnK.reshape(layers, -1), axis=1).reshape(layers * num_nodes, -1)
     inside_LnK = balanced_ranks(tokens_LnK, num_ranks // num_nodes).reshape(experts_LnK.shape)
