@@ -9,6 +9,7 @@ from routepack.communication import (
     FreeLinks,
     LinkSpeeds,
     WindowNormalizedLinks,
+    copies_across,
     node_of_ranks,
     nodes_per_group,
     traffic_of,
@@ -19,7 +20,7 @@ from routepack.components.rerouter import ExpertRerouter, IdentityRerouter
 from routepack.cost import CostModel, CostRates, WindowNormalizedCost, evaluate, ranks_per_group
 from routepack.errors import ConfigError
 from routepack.planner import Planner
-from routepack.testing import synthetic_demand
+from routepack.testing import synthetic_batch, synthetic_demand
 from routepack.types import SYNCS, Packing, RoutingDemand, Topology
 from routepack.verification import verify
 
@@ -169,6 +170,27 @@ def test_rows_are_reported_in_bytes_where_their_size_is_known():
     rows = plan.parts["planned.across_share"] * float(DEMAND.tokens_LE.sum())
     assert plan.parts["planned.bytes_across"] == pytest.approx(rows * 2048 * 2 * 4)
     assert verify(plan, DEMAND) == []
+
+
+@given(st.integers(0, 2**32), st.sampled_from(TOPOLOGIES))
+@settings(max_examples=25)
+def test_copies_across_are_those_counted_token_by_token(seed, topology):
+    batch = synthetic_batch(num_sequences=16, max_length=32, num_layers=2, seed=seed)
+    plan = planner(topology=topology, num_proposals=500).plan(batch)
+    node_GR, m = node_of_ranks(topology), topology.model_parallel_degree
+    rank_LE, copies, rows = plan.placement.rank_of_LE(topology.expert_parallel_degree), 0.0, 0.0
+    for s, cell in enumerate(plan.packing.cell_of_S):
+        w = cell % topology.data_parallel_degree
+        for i in range(m):
+            home = (w * m + i) // topology.ranks_per_node
+            group = (w * m + i) // topology.expert_parallel_degree
+            for ids_LK in batch.routed_experts_of(s):
+                for layer, ids_K in enumerate(ids_LK):
+                    nodes = [int(node_GR[group, rank_LE[layer, e]]) for e in ids_K]
+                    copies += len(set(nodes) - {home}) / m
+                    rows += sum(node != home for node in nodes) / m
+    assert copies_across(batch, plan) == pytest.approx(copies if topology.expert_parallel_degree > 1 else 0.0)
+    assert copies_across(batch, plan) <= rows + 1e-9
 
 
 def test_links_may_be_free_and_still_be_counted():

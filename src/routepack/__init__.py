@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from routepack import solvers, testing
     from routepack.background import BackgroundPlanner, PlanTiming
-    from routepack.communication import FreeLinks, Links, LinkSpeeds, WindowNormalizedLinks
+    from routepack.communication import FreeLinks, Links, LinkSpeeds, WindowNormalizedLinks, copies_across
     from routepack.components.collector import RoutingDemandCollector
     from routepack.components.hierarchical import HierarchicalRerouter
     from routepack.components.move_policy import AlwaysMove, MoveIfItPays, MovePolicy
@@ -29,7 +29,7 @@ __version__ = "0.1.0.dev0"
 
 _NAMES = {
     "background": ("BackgroundPlanner", "PlanTiming"),
-    "communication": ("FreeLinks", "LinkSpeeds", "Links", "WindowNormalizedLinks"),
+    "communication": ("FreeLinks", "LinkSpeeds", "Links", "WindowNormalizedLinks", "copies_across"),
     "components.collector": ("RoutingDemandCollector",),
     "components.hierarchical": ("HierarchicalRerouter",),
     "components.move_policy": ("AlwaysMove", "MoveIfItPays", "MovePolicy"),
@@ -83,6 +83,7 @@ __all__ = [
     "TraceError",
     "WindowNormalizedCost",
     "WindowNormalizedLinks",
+    "copies_across",
     "load_demand",
     "load_plan",
     "load_trace",

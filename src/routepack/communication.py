@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from routepack.errors import ConfigError
-from routepack.types import RoutingDemand, Topology
+from routepack.types import Plan, RolloutBatch, RoutingDemand, Topology
 
 
 def node_of_ranks(topology: Topology) -> np.ndarray:
@@ -54,15 +54,14 @@ class Links(ABC):
         """Bytes of one routed row, all its ways in a step together; 0 where unknown."""
         return 0.0
 
-    def checked_prices(self, demand: RoutingDemand, topology: Topology, unit: str) -> dict[str, float]:
-        """The prices by name. Raises ConfigError where they are in another unit than the cost model's."""
+    def checked_prices(self, demand: RoutingDemand, topology: Topology, unit: str) -> tuple[float, float]:
+        """The prices. Raises ConfigError where they are in another unit than the cost model's."""
         if self.unit not in (None, unit):
             raise ConfigError(
                 f"links are priced in {self.unit} and the cost model in {unit}: use LinkSpeeds beside a cost model in seconds "
                 "(FlopsCost), WindowNormalizedLinks beside WindowNormalizedCost."
             )
-        inside, across = self.prices(demand, topology)
-        return {"inside": inside, "across": across}
+        return self.prices(demand, topology)
 
     def as_dict(self) -> dict[str, Any]:
         """The class and its options, as a plan keeps them."""
@@ -83,7 +82,7 @@ class LinkSpeeds(Links):
     """Seconds, from the bytes of a routed row and what one rank's links carry; beside a cost model in seconds.
 
     Rows, not tokens, are counted: a dispatcher that sends a token to a node once, however many of its experts are there, moves
-    fewer bytes across. Counts cannot tell how many; :func:`routepack.solvers.nodes.node_copies` can, from ids.
+    fewer bytes across. Counts bound them from above; :func:`copies_across` counts them, from ids.
     """
 
     unit: ClassVar[str | None] = "seconds"
@@ -210,3 +209,27 @@ def _busiest(load: np.ndarray, over_GRR: np.ndarray) -> tuple[np.ndarray, float]
     received = np.einsum("mgjlr,gjr->mgrl", load, over_GRR)
     peaks = np.maximum(sent.max(axis=2), received.max(axis=2))
     return peaks.reshape(-1, layers), float(sent.sum())
+
+
+def copies_across(batch: RolloutBatch, plan: Plan) -> float:
+    """Tokens sent to other nodes under a plan where a node gets a token once, however many of its experts are there.
+
+    Summed over layers, one way: times :attr:`Links.bytes_per_row` it is the bytes that such a dispatcher moves across nodes
+    (arXiv 2604.23150: tokens x layers x distinct remote nodes x row). Never more than the routed rows that go across.
+    """
+    from routepack.solvers.loads import node_copies
+
+    topology, m = plan.topology, plan.topology.model_parallel_degree
+    node_GR, copies = node_of_ranks(topology), 0.0
+    rank_LE = plan.placement.rank_of_LE(topology.expert_parallel_degree)
+    rank_of_S = plan.packing.cell_of_S % topology.data_parallel_degree
+    first_node_G = node_GR[:, 0]
+    for group in range(topology.num_groups if topology.expert_parallel_degree > 1 else 0):
+        copies_SLn = node_copies(batch.routed_experts_TLK, batch.cu_seqlens, node_GR[group][rank_LE] - first_node_G[group],
+                                 batch.valid_T)  # fmt: skip
+        copies_Sn = copies_SLn.sum(axis=1, dtype=np.int64)
+        for w in np.flatnonzero(topology.group_of_W == group):
+            home_m = (np.arange(w * m, (w + 1) * m) // topology.ranks_per_node) - first_node_G[group]
+            here_n = np.bincount(home_m, minlength=copies_Sn.shape[1])[: copies_Sn.shape[1]] / m
+            copies += float((copies_Sn[rank_of_S == w] * (1.0 - here_n)).sum())
+    return copies

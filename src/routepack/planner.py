@@ -127,7 +127,8 @@ class _Search:
         self.topology, self.packer, self.rerouter = planner.topology, planner.packer, planner.rerouter
         rates = planner.cost_model.rates(demand, self.topology)
         planner.move_policy.check_unit(rates.unit)
-        self.rates = replace(rates, **planner.links.checked_prices(demand, self.topology, rates.unit))
+        inside, across = planner.links.checked_prices(demand, self.topology, rates.unit)
+        self.rates = replace(rates, inside=inside, across=across)
         self.certificate, self.feasible = self.packer.certify(demand.length_S, self.topology, seed=planner.seed)
         self.num_proposals = planner.num_proposals or default_proposals(demand, self.topology)
         alternates = self.rerouter.refines and self.packer.improves
@@ -239,7 +240,7 @@ class _Search:
             baseline_microbatches=baseline.packing.num_microbatches,
             unit=self.rates.unit,
             cost=self.rates.as_dict() | planner.cost_model.as_dict() | {"links": planner.links.as_dict()},
-            parts=parts | moves | {f"bound.{name}": value for name, value in limits.items()},
+            parts={**parts, **moves} | {f"bound.{name}": value for name, value in limits.items()},
             seed=planner.seed,
             budget=self.budget(),
             plan_seconds=time.monotonic() - self.started,

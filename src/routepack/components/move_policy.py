@@ -35,11 +35,9 @@ class MoveChoice:
         return (cost_L[0] - cost_L[1])[: self.num_layers]
 
     def _layer_costs(self, evaluation: Evaluation) -> np.ndarray:
-        terms = [self.rates.expert * evaluation.peak_MGL]
-        if evaluation.links_MGL is not None:
-            terms.append(evaluation.links_MGL)
-        joined = evaluation.sync == "layer"
-        return sum((term.max(axis=1) if joined else term.mean(axis=1)).sum(axis=0) for term in terms)
+        waited = np.max if evaluation.sync == "layer" else np.mean
+        cost_L = self.rates.expert * waited(evaluation.peak_MGL, axis=1).sum(axis=0)
+        return cost_L if evaluation.links_MGL is None else cost_L + waited(evaluation.links_MGL, axis=1).sum(axis=0)
 
     def value(self, moved_L: np.ndarray) -> float:
         """The step's value where some layers moved: exact, every layer's terms are those of its own placement."""

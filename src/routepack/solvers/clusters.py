@@ -17,13 +17,19 @@ def gathered_nodes(tokens_SLE: np.ndarray, num_nodes: int, *, sample: int = 512,
     share_SLE = rows_SLE / np.maximum(1.0, rows_SLE[:, :1].sum(axis=2, keepdims=True))
     share_SLE -= share_SLE.mean(axis=0)
     node_of_S = _dealt(_likeness(share_SLE, _unlike(share_SLE, num_nodes)))
+    node_of_LE = _used_by(share_SLE, node_of_S, num_nodes)
     for _ in range(rounds):
-        used_LEn = np.stack([share_SLE[node_of_S == n].sum(axis=0) for n in range(num_nodes)], axis=-1)
-        node_of_LE = np.stack([_dealt(used_En) for used_En in used_LEn])
         before, node_of_S = node_of_S, _dealt(_node_shares(share_SLE, node_of_LE, num_nodes))
         if (before == node_of_S).all():
             break
-    return node_of_LE.astype(np.int32)
+        node_of_LE = _used_by(share_SLE, node_of_S, num_nodes)
+    return node_of_LE
+
+
+def _used_by(share_SLE: np.ndarray, node_of_S: np.ndarray, num_nodes: int) -> np.ndarray:
+    """int32 [L, E]: every expert on the node whose sequences use it most, equal counts a node."""
+    used_LEn = np.stack([share_SLE[node_of_S == n].sum(axis=0) for n in range(num_nodes)], axis=-1)
+    return np.stack([_dealt(used_En) for used_En in used_LEn]).astype(np.int32)
 
 
 def _unlike(share_SLE: np.ndarray, count: int) -> list[int]:
