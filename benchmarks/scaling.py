@@ -3,8 +3,8 @@
     python benchmarks/scaling.py [--most 65536] [--repeats 3] [--figure docs/design/scaling.svg]
 
 Windows are made up here (lognormal lengths, skewed experts, 16 layers x 64 experts, EP 8) and grow in every way at once:
-64 sequences a DP rank, so more ranks and more groups. Plans are made by RoutePack's defaults: a fixed number of proposals,
-so that the plan is the same on any machine. Time is CPU seconds of all threads, and wall seconds beside.
+64 sequences a DP rank, so more ranks and more groups. RoutePack tries 400 proposals a sequence, so that the search grows with
+the window, whatever its default is. Time is CPU seconds of all threads, and wall seconds beside.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from measuring import described, machine, measured
 
 import routepack as rp
 
-LAYERS, EXPERTS, TOP_K, EP, MAX_TOKENS, PER_RANK = 16, 64, 4, 8, 16_384, 64
+LAYERS, EXPERTS, TOP_K, EP, MAX_TOKENS, PER_RANK, PROPOSALS = 16, 64, 4, 8, 16_384, 64, 400
 
 
 def window(sequences, seed=0):
@@ -36,7 +36,9 @@ def window(sequences, seed=0):
 def planners(ranks):
     topology, cap = rp.Topology(data_parallel_degree=ranks, expert_parallel_degree=EP), {"max_tokens": MAX_TOKENS}
     return {
-        "RoutePack": rp.Planner(topology=topology, packer=rp.AttentionAwarePacker(**cap)),
+        "RoutePack": rp.Planner(
+            topology=topology, packer=rp.AttentionAwarePacker(**cap), num_proposals=PROPOSALS * PER_RANK * ranks
+        ),
         "EPLB + KK": rp.Planner(topology=topology, rerouter=rp.EPLBRerouter(), packer=rp.KarmarkarKarpPacker(**cap)),
         "EPLB + MFFD": rp.Planner(topology=topology, rerouter=rp.EPLBRerouter(), packer=rp.ModifiedFirstFitPacker(**cap)),
     }

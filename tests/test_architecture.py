@@ -13,9 +13,22 @@ ROOT = Path(routepack.__file__).parent
 LEVELS = [
     {"errors", "files", "arrays"},
     {"recorded", "planned", "types"},
-    {"config", "cost", "flops", "bounds", "trace", "solvers", "formats"},
+    {"config", "communication", "cost", "flops", "bounds", "trace", "solvers", "formats"},
     {"components"},
-    {"planner", "peers", "materialize", "verification", "metrics", "report", "assembly", "distributed", "testing"},
+    {
+        "locality",
+        "transition",
+        "planner",
+        "peers",
+        "background",
+        "materialize",
+        "verification",
+        "metrics",
+        "report",
+        "assembly",
+        "distributed",
+        "testing",
+    },
     {"cli", "integrations", "__init__", "__main__"},
 ]
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from routepack import solvers, testing
+    from routepack.background import BackgroundPlanner, PlanTiming
+    from routepack.communication import FreeLinks, Links, LinkSpeeds, WindowNormalizedLinks, copies_across
     from routepack.components.baselines import (
         EPLBRerouter,
         KarmarkarKarpPacker,
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
         UnequalKarmarkarKarpPacker,
     )
     from routepack.components.collector import RoutingDemandCollector
+    from routepack.components.hierarchical import HierarchicalRerouter
+    from routepack.components.move_policy import AlwaysMove, MoveIfItPays, MovePolicy
     from routepack.components.packer import AttentionAwarePacker, FirstFitPacker, Packer, PackingProblem
     from routepack.components.rerouter import ExpertRerouter, IdentityRerouter, Rerouter
     from routepack.cost import CostModel, CostRates, WindowNormalizedCost
@@ -40,7 +44,11 @@ _NAMES = {
         "TokenLPTPacker",
         "UnequalKarmarkarKarpPacker",
     ),
+    "background": ("BackgroundPlanner", "PlanTiming"),
+    "communication": ("FreeLinks", "LinkSpeeds", "Links", "WindowNormalizedLinks", "copies_across"),
     "components.collector": ("RoutingDemandCollector",),
+    "components.hierarchical": ("HierarchicalRerouter",),
+    "components.move_policy": ("AlwaysMove", "MoveIfItPays", "MovePolicy"),
     "components.packer": ("AttentionAwarePacker", "FirstFitPacker", "Packer", "PackingProblem"),
     "components.rerouter": ("ExpertRerouter", "IdentityRerouter", "Rerouter"),
     "cost": ("CostModel", "CostRates", "WindowNormalizedCost"),
@@ -56,7 +64,9 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = ("solvers", "testing")
 
 __all__ = [
+    "AlwaysMove",
     "AttentionAwarePacker",
+    "BackgroundPlanner",
     "Certificate",
     "ConfigError",
     "CostModel",
@@ -66,17 +76,24 @@ __all__ = [
     "ExpertRerouter",
     "FirstFitPacker",
     "FlopsCost",
+    "FreeLinks",
+    "HierarchicalRerouter",
     "IdentityRerouter",
     "InfeasibleError",
     "KarmarkarKarpPacker",
     "LPTRerouter",
+    "LinkSpeeds",
+    "Links",
     "ModifiedFirstFitPacker",
+    "MoveIfItPays",
+    "MovePolicy",
     "Packer",
     "Packing",
     "PackingProblem",
     "PackingRules",
     "Plan",
     "PlanError",
+    "PlanTiming",
     "Planner",
     "Rerouter",
     "RolloutBatch",
@@ -88,6 +105,8 @@ __all__ = [
     "TraceError",
     "UnequalKarmarkarKarpPacker",
     "WindowNormalizedCost",
+    "WindowNormalizedLinks",
+    "copies_across",
     "load_demand",
     "load_plan",
     "load_trace",

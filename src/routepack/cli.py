@@ -28,11 +28,14 @@ PLAN_FILE_KEYS = ("trace", "out")
 PART_LABELS = {
     "attention": "attention and dense",
     "expert": "experts",
+    "communication": "links",
     "waiting": "waiting for other groups",
     "largest_unit": "slowest microbatch of a group",
     "imbalance_mean": "EP-rank load, max/mean: mean",
     "imbalance_p95": "  95th percentile",
     "imbalance_max": "  worst",
+    "across_share": "rows to other nodes, share",
+    "inside_share": "rows inside nodes, share",
 }
 
 

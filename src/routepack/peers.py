@@ -33,7 +33,7 @@ def packings_beside(packer: Packer, problem: PackingProblem) -> Iterator[Packing
 
 def least_attention(packing: Packing, length_S: np.ndarray, topology: Topology, rates: cost.CostRates) -> float:
     """The attention term of a packing's mean group, which joining groups and dealing units anew can only exceed or equal."""
-    nothing_SRL = np.zeros((len(length_S), 1, 1), dtype=np.int32)
+    nothing_SRL = np.zeros((len(length_S), topology.expert_parallel_degree, 1), dtype=np.int32)
     priced = {"length_S": length_S, "packing": packing, "topology": topology, "rates": rates}
     return cost.evaluate(load_SRL=nothing_SRL, sync="step", **priced).terms[0]
 

@@ -66,10 +66,14 @@ class Topology:
 
     def slots_per_rank(self, num_experts: int) -> int:
         """Experts that each rank of an EP group holds. Raises ConfigError where they do not divide evenly."""
-        if num_experts % self.expert_parallel_degree:
+        degree = self.expert_parallel_degree
+        if num_experts % degree:
+            below = max(r for r in range(1, degree) if num_experts % r == 0)
+            above = min((r for r in range(degree + 1, num_experts + 1) if num_experts % r == 0), default=None)
+            remedy = f"{below}" if above is None else f"{below} or {above}"
             raise ConfigError(
-                f"topology.expert_parallel_degree={self.expert_parallel_degree} does not divide the "
-                f"{num_experts} experts: choose a divisor of {num_experts}."
+                f"topology.expert_parallel_degree={degree} does not divide the {num_experts} experts, and every rank holds as "
+                f"many as the next: choose a divisor of {num_experts}; the nearest are {remedy}."
             )
         return num_experts // self.expert_parallel_degree
 

@@ -134,18 +134,41 @@ def _value(plan: Plan, demand: RoutingDemand, cell_S: np.ndarray, rank_LE: np.nd
     work_IS, onto = _work(plan, demand), np.eye(plan.topology.expert_parallel_degree, dtype=np.int64)[rank_LE]
     group_cost, total = np.zeros(ranks // width), 0.0
     for m in range(int(cell_S.max()) // ranks + 1):
-        work, peaks = [], []
+        work, peaks, links = [], [], []
         for g in range(ranks // width):
             cells = [np.flatnonzero(cell_S == m * ranks + g * width + w) for w in range(width)]
             work.append([work_IS[:, cell].sum(axis=1) for cell in cells])
             routed_LE = demand.tokens_SLE[np.concatenate(cells)].sum(axis=0, dtype=np.int64)
             peaks.append((routed_LE[:, None, :] @ onto)[:, 0].max(axis=1))
-        work_GWI, peak_GL = np.array(work), np.array(peaks)
-        cost_G = work_GWI.max(axis=1).sum(axis=1) + plan.cost["expert"] * peak_GL.sum(axis=1)
+            links.append(_links(plan, demand, cells, g, rank_LE))
+        work_GWI, peak_GL, links_GL = np.array(work), np.array(peaks), np.array(links)
+        cost_G = work_GWI.max(axis=1).sum(axis=1) + plan.cost["expert"] * peak_GL.sum(axis=1) + links_GL.sum(axis=1)
         group_cost += cost_G
         joined = work_GWI.max(axis=(0, 1)).sum() + plan.cost["expert"] * peak_GL.max(axis=0).sum()
+        joined += links_GL.max(axis=0).sum()
         total += float(joined if plan.sync == "layer" else cost_G.max())
     return float(group_cost.max()) if plan.sync == "step" else total
+
+
+def _links(plan: Plan, demand: RoutingDemand, cells: list[np.ndarray], group: int, rank_LE: np.ndarray) -> np.ndarray:
+    """float64 [L]: what the busiest rank's links cost in one unit, inside its node and across nodes."""
+    inside, across = plan.cost.get("inside", 0.0), plan.cost.get("across", 0.0)
+    ranks, shared = plan.topology.expert_parallel_degree, plan.topology.model_parallel_degree
+    layers = len(rank_LE)
+    if ranks == 1 or not (inside or across):
+        return np.zeros(layers)
+    out, received = np.zeros((2, ranks, layers)), np.zeros((2, ranks, layers))
+    first = group * ranks
+    for sender in range(ranks):
+        rows_LE = demand.tokens_SLE[cells[sender // shared]].sum(axis=0, dtype=np.int64) / shared
+        for target in range(ranks):
+            rows_L = np.where(rank_LE == target, rows_LE, 0.0).sum(axis=1)
+            far = (first + sender) // plan.topology.ranks_per_node != (first + target) // plan.topology.ranks_per_node
+            if sender != target:
+                out[int(far), sender] += rows_L
+                received[int(far), target] += rows_L
+    near_L, far_L = np.maximum(out.max(axis=1), received.max(axis=1))
+    return inside * near_L + across * far_L
 
 
 def _first_fit(length_S: np.ndarray, plan: Plan) -> np.ndarray | None:
