@@ -22,7 +22,7 @@ LAYERS, EXPERTS, TOP_K, EP, MAX_TOKENS, PER_RANK, PROPOSALS = 16, 64, 4, 8, 16_3
 def window(sequences, seed=0):
     """A demand; drawn in blocks, so that it takes little memory beside itself."""
     rng = np.random.default_rng(seed)
-    length_S = rng.lognormal(np.log(1200), 0.9, sequences).clip(64, MAX_TOKENS).astype(np.int64)
+    length_S = rng.lognormal(np.log(1150), 0.9, sequences).clip(64, MAX_TOKENS).astype(np.int64)
     popularity_LE = rng.lognormal(0, 0.8, (LAYERS, EXPERTS))
     tokens_SLE = np.empty((sequences, LAYERS, EXPERTS), dtype=np.uint16)
     for first in range(0, sequences, 1024):
