@@ -185,11 +185,16 @@ def _first_fit(length_S: np.ndarray, plan: Plan) -> np.ndarray | None:
     num_cells = _asked(plan, -(-int(cell_S.max() + 1) // ranks)) * ranks
     if num_cells > len(length_S):
         return None
+    held = np.bincount(cell_S, minlength=num_cells)
+    filled = np.zeros(num_cells, dtype=np.int64)
+    np.add.at(filled, cell_S, length_S)
     for empty in range(int(cell_S.max()) + 1, num_cells):
-        several = np.bincount(cell_S, minlength=num_cells) > 1
-        giver = max(np.flatnonzero(several).tolist(), key=lambda c: (int(length_S[cell_S == c].sum()), -c))
+        giver = int(np.argmax(filled * (held > 1)))
         members = np.flatnonzero(cell_S == giver).tolist()
-        cell_S[max(members, key=lambda s: (length_S[s], -s))] = empty
+        moved = max(members, key=lambda s: (length_S[s], -s))
+        cell_S[moved] = empty
+        held[giver], held[empty] = held[giver] - 1, 1
+        filled[giver], filled[empty] = filled[giver] - length_S[moved], length_S[moved]
     return cell_S
 
 
