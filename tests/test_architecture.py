@@ -19,6 +19,7 @@ LEVELS = [
         "locality",
         "transition",
         "planner",
+        "peers",
         "background",
         "materialize",
         "verification",

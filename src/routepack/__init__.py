@@ -11,6 +11,14 @@ if TYPE_CHECKING:
     from routepack import solvers, testing
     from routepack.background import BackgroundPlanner, PlanTiming
     from routepack.communication import FreeLinks, Links, LinkSpeeds, WindowNormalizedLinks, copies_across
+    from routepack.components.baselines import (
+        EPLBRerouter,
+        KarmarkarKarpPacker,
+        LPTRerouter,
+        ModifiedFirstFitPacker,
+        TokenLPTPacker,
+        UnequalKarmarkarKarpPacker,
+    )
     from routepack.components.collector import RoutingDemandCollector
     from routepack.components.hierarchical import HierarchicalRerouter
     from routepack.components.move_policy import AlwaysMove, MoveIfItPays, MovePolicy
@@ -22,12 +30,20 @@ if TYPE_CHECKING:
     from routepack.metrics import plan_metrics
     from routepack.planner import Planner
     from routepack.trace import load_demand, load_plan, load_trace, load_window, save_demand, save_plan, save_trace
-    from routepack.types import Certificate, ExpertPlacement, Packing, Plan, RolloutBatch, RoutingDemand, Topology
+    from routepack.types import Certificate, ExpertPlacement, Packing, PackingRules, Plan, RolloutBatch, RoutingDemand, Topology
     from routepack.verification import verify
 
 __version__ = "0.1.0.dev0"
 
 _NAMES = {
+    "components.baselines": (
+        "EPLBRerouter",
+        "KarmarkarKarpPacker",
+        "LPTRerouter",
+        "ModifiedFirstFitPacker",
+        "TokenLPTPacker",
+        "UnequalKarmarkarKarpPacker",
+    ),
     "background": ("BackgroundPlanner", "PlanTiming"),
     "communication": ("FreeLinks", "LinkSpeeds", "Links", "WindowNormalizedLinks", "copies_across"),
     "components.collector": ("RoutingDemandCollector",),
@@ -41,7 +57,7 @@ _NAMES = {
     "metrics": ("plan_metrics",),
     "planner": ("Planner",),
     "trace": ("load_demand", "load_plan", "load_trace", "load_window", "save_demand", "save_plan", "save_trace"),
-    "types": ("Certificate", "ExpertPlacement", "Packing", "Plan", "RolloutBatch", "RoutingDemand", "Topology"),
+    "types": ("Certificate", "ExpertPlacement", "Packing", "PackingRules", "Plan", "RolloutBatch", "RoutingDemand", "Topology"),
     "verification": ("verify",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
@@ -55,6 +71,7 @@ __all__ = [
     "ConfigError",
     "CostModel",
     "CostRates",
+    "EPLBRerouter",
     "ExpertPlacement",
     "ExpertRerouter",
     "FirstFitPacker",
@@ -63,13 +80,17 @@ __all__ = [
     "HierarchicalRerouter",
     "IdentityRerouter",
     "InfeasibleError",
+    "KarmarkarKarpPacker",
+    "LPTRerouter",
     "LinkSpeeds",
     "Links",
+    "ModifiedFirstFitPacker",
     "MoveIfItPays",
     "MovePolicy",
     "Packer",
     "Packing",
     "PackingProblem",
+    "PackingRules",
     "Plan",
     "PlanError",
     "PlanTiming",
@@ -79,8 +100,10 @@ __all__ = [
     "RoutePackError",
     "RoutingDemand",
     "RoutingDemandCollector",
+    "TokenLPTPacker",
     "Topology",
     "TraceError",
+    "UnequalKarmarkarKarpPacker",
     "WindowNormalizedCost",
     "WindowNormalizedLinks",
     "copies_across",

@@ -22,7 +22,7 @@ def brought_near(search: Any, best: Any) -> Any:
         return best
     near = _alternated(search, best, best.placement)
     gathered = search.rerouter.gathered_placement(search.demand, search.topology)
-    return near if gathered is None else _better(near, _alternated(search, best, gathered))
+    return near if gathered is None else _better(search, near, _alternated(search, best, gathered))
 
 
 def _alternated(search: Any, best: Any, placement: ExpertPlacement) -> Any:
@@ -31,18 +31,19 @@ def _alternated(search: Any, best: Any, placement: ExpertPlacement) -> Any:
     for turn in range(ROUNDS):
         before = best
         packing = _seated(search, placement, packing)
-        best = _better(best, search.priced(placement, packing, search.load_of(placement)))
+        best = _better(search, best, search.priced(placement, packing, search.load_of(placement)))
         placement = search.rerouter.near_placement(
             placement, search.demand, packing, search.topology, search.rates, search.planner.sync
         )
-        best = _better(best, search.priced(placement, packing, search.load_of(placement)))
+        best = _better(search, best, search.priced(placement, packing, search.load_of(placement)))
         if best is before and turn:
             break
     return best
 
 
-def _better(one: Any, other: Any) -> Any:
-    return min(one, other, key=lambda candidate: candidate.evaluation.key)
+def _better(search: Any, best: Any, other: Any) -> Any:
+    # Cells that change ranks change how many sequences a rank has, which the packer may have rules about.
+    return min(best, other, key=lambda candidate: candidate.evaluation.key) if search.allowed(other) else best
 
 
 def _seated(search: Any, placement: ExpertPlacement, packing: Packing) -> Packing:

@@ -10,7 +10,7 @@ from importlib import metadata
 
 import numpy as np
 
-from routepack import bounds, cost
+from routepack import bounds, cost, peers
 from routepack.communication import FreeLinks, Links, nodes_per_group, traffic_of
 from routepack.components.collector import RoutingDemandCollector
 from routepack.components.move_policy import AlwaysMove, MovePolicy
@@ -23,6 +23,8 @@ from routepack.types import SYNCS, Certificate, ExpertPlacement, Packing, Plan, 
 
 PHASES = 4
 """Times that a plan packs, with the placement refined after each."""
+ROUNDING = 1e-9
+"""By so much a bound may exceed a value that it equals."""
 REFINE_SHARE = 0.2
 """Share of a time limit kept for placing, pricing and bounds."""
 NO_MOVES: Mapping[str, float] = {}
@@ -90,7 +92,10 @@ class Planner:
         self.topology.slots_per_rank(demand.num_experts)
         search = _Search(planner=self, demand=demand, started=started)
         baseline = search.baseline()
-        best = min([baseline, *search.candidates()], key=lambda candidate: candidate.evaluation.key)
+        found = [candidate for candidate in [baseline, *search.candidates()] if search.allowed(candidate)]
+        known = min(candidate.evaluation.value for candidate in found)
+        found += [candidate for candidate in search.peers(known) if search.allowed(candidate)]
+        best = min(found, key=lambda candidate: candidate.evaluation.key)
         best = brought_near(search, best)
         if previous is None:
             return search.report(best, baseline)
@@ -138,7 +143,8 @@ class _Search:
         """Identity placement and first-fit packing."""
         placement = ExpertPlacement.identity(self.demand.num_layers, self.demand.num_experts)
         load_SRL = self.load_of(placement)
-        packer = FirstFitPacker(max_tokens=self.packer.max_tokens)
+        rules = {"min_microbatches": self.packer.min_microbatches, "microbatch_multiple": self.packer.microbatch_multiple}
+        packer = FirstFitPacker(max_tokens=self.packer.max_tokens, **rules)
         return self.priced(placement, packer.pack(self.problem(load_SRL, phase=0, start=None)), load_SRL)
 
     def candidates(self):
@@ -172,6 +178,35 @@ class _Search:
             data_parallel_degree=candidate.packing.data_parallel_degree,
         )
         yield self.priced(candidate.placement, packing, load_SRL)
+
+    def allowed(self, candidate: _Candidate) -> bool:
+        """Whether the ranks' numbers of sequences are as the packer's rules want them."""
+        return self.packer.rules.counts_allowed(candidate.packing.cell_of_S, self.topology.data_parallel_degree)
+
+    def peers(self, known: float):
+        """What the baselines would plan where it can be worth less than *known*, the best value so far.
+
+        A search that falls behind one of them takes its plan. Most cannot, by their attention term and the least that
+        their placement's experts cost, and are not priced.
+        """
+        packings = None
+        for rerouter in peers.rerouters_beside(self.rerouter):
+            placement, load_SRL = rerouter.place(self.demand.tokens_LE, self.topology), None
+            expert = peers.least_expert(placement, self.demand, self.topology, self.rates)
+            packings = self.peer_packings() if packings is None else packings
+            for packing, attention in packings:
+                if attention + expert < known * (1 + ROUNDING):
+                    load_SRL = self.load_of(placement) if load_SRL is None else load_SRL
+                    yield from self.dealt(self.priced(placement, packing, load_SRL), load_SRL)
+
+    def peer_packings(self) -> list[tuple[Packing, float]]:
+        """The baselines' packings, with the attention term of each."""
+        nothing_SRL = np.zeros((self.demand.num_sequences, 1, 1), dtype=np.int32)
+        problem = self.problem(nothing_SRL, phase=0, start=None)
+        return [
+            (packing, peers.least_attention(packing, self.demand.length_S, self.topology, self.rates))
+            for packing in peers.packings_beside(self.packer, problem)
+        ]
 
     def problem(self, load_SRL: np.ndarray, *, phase: int, start: np.ndarray | None) -> PackingProblem:
         """What the packer sees in one phase."""
@@ -238,6 +273,7 @@ class _Search:
                 num_microbatches=rows, lower_bound=self.certificate.lower_bound, method=self.certificate.method
             ),
             baseline_microbatches=baseline.packing.num_microbatches,
+            rules=self.packer.rules,
             unit=self.rates.unit,
             cost=self.rates.as_dict() | planner.cost_model.as_dict() | {"links": planner.links.as_dict()},
             parts={**parts, **moves} | {f"bound.{name}": value for name, value in limits.items()},
