@@ -28,17 +28,19 @@ def moved_on(search: Any, best: Any, baseline: Any, previous: ExpertPlacement) -
             f"previous places {previous.num_layers} layers of {previous.num_experts} experts; the window has "
             f"{best.placement.num_layers} of {best.placement.num_experts}."
         )
-    near = _near(search, best, baseline, previous)
+    # A plan held to equal numbers of sequences may be worth more than its baseline, which is not.
+    limit = max(baseline.evaluation.value, best.evaluation.value)
+    near = _near(search, best, limit, previous)
     policy = search.planner.move_policy
     if not policy.compares:
         return near, _figures(search, near, previous)
     kept = search.priced(previous, near.packing, search.load_of(previous))
-    limit = baseline.evaluation.value
     partly = _chosen_layers(search, kept, _refined(search, previous, near.packing), previous, limit=float("inf"))
     mostly = _chosen_layers(search, partly, near, previous, limit=limit)
     placements = [previous, partly.placement, mostly.placement]
     candidates = [near, *(candidate for placed in placements for candidate in _packings(search, placed, near))]
-    chosen = min((one for one in candidates if one.evaluation.value <= limit), key=lambda one: _worth(search, one, previous))
+    allowed = [one for one in candidates if one.evaluation.value <= limit and search.allowed(one)]
+    chosen = min(allowed, key=lambda one: _worth(search, one, previous))
     values = {"value_if_moved": near.evaluation.value, "value_if_kept": kept.evaluation.value}
     return chosen, _figures(search, chosen, previous) | values
 
@@ -73,7 +75,7 @@ def _refined(search: Any, previous: ExpertPlacement, packing: Packing) -> Any:
     return search.priced(placement, packing, search.load_of(placement))
 
 
-def _near(search: Any, best: Any, baseline: Any, previous: ExpertPlacement) -> Any:
+def _near(search: Any, best: Any, limit: float, previous: ExpertPlacement) -> Any:
     """The candidate with ranks renumbered and slots kept; priced again where it matters which rank is whose neighbour."""
     from routepack.solvers.placement import keep_in_place
 
@@ -84,7 +86,7 @@ def _near(search: Any, best: Any, baseline: Any, previous: ExpertPlacement) -> A
     if not search.rates.links_cost:
         return replace(best, placement=placement)
     near = search.priced(placement, best.packing, search.load_of(placement))
-    return near if near.evaluation.value <= baseline.evaluation.value else best
+    return near if near.evaluation.value <= limit else best
 
 
 def _mixed(moved: ExpertPlacement, kept: ExpertPlacement, moved_L: np.ndarray) -> ExpertPlacement:
