@@ -218,7 +218,8 @@ def rewritten(path, **changes):
         {"cost__expert": "abc"}, {"cost__expert": float("inf")}, {"cost__linear": None}, {"cost__options": {}}, {"cost": 3},
         {"parts": {}}, {"parts": 3}, {"seed": 1}, {"seed": "abc"}, {"budget": {}}, {"sync": "layer"}, {"versions": {}},
         {"digest": ""}, {"digest": ...}, {"digest": 3}, {"max_tokens": None}, {"max_tokens": 2**70},
-        {"num_microbatches": 2**70}, {"topology__data_parallel_degree": 2**70}, {"topology__ranks_per_node": 4}, {"topology": 3}, {"rules": 3},
+        {"num_microbatches": 2**70}, {"topology__data_parallel_degree": 2**70}, {"topology__ranks_per_node": 4},
+        {"topology": 3}, {"rules": 3},
     ],
     ids=str,
 )  # fmt: skip
