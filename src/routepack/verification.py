@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from routepack.checks import instance
+from routepack.errors import PlanError
 from routepack.types import Plan, RoutingDemand
 
 TOLERANCE = 1e-9
@@ -22,13 +24,15 @@ def verify(plan: Plan, demand: RoutingDemand) -> list[str]:
     equal microbatches, whole experts on every rank), that its value, baseline, bound and certificate are
     what they claim, and that it is no worse than its baseline.
     """
+    instance("plan", plan, Plan, error=PlanError)
+    instance("demand", demand, RoutingDemand, error=PlanError)
     problems = [*_identity(plan, demand), *_shapes(plan, demand)]
     return problems or [*_cells(plan, demand), *_prices(plan, demand), *_bounds(plan, demand), *_rows(plan, demand)]
 
 
 def _identity(plan: Plan, demand: RoutingDemand) -> Iterator[str]:
     if plan.content_digest() != plan.digest:
-        yield "the plan was changed after it was made: its cells, order, slots or lengths do not give its digest."
+        yield "the plan was changed after it was made: its cells, order, slots, lengths or figures do not give its digest."
     if plan.demand_digest != demand.digest:
         yield "the plan was made for another window: the digest of its demand differs."
     if len(plan.length_S) == demand.num_sequences:
