@@ -15,7 +15,7 @@ LEVELS = [
     {"recorded", "planned", "types"},
     {"config", "cost", "flops", "bounds", "trace", "solvers", "formats"},
     {"components"},
-    {"planner", "materialize", "verification", "metrics", "report", "assembly", "distributed", "testing"},
+    {"alternation", "planner", "materialize", "verification", "metrics", "report", "assembly", "distributed", "testing"},
     {"cli", "integrations", "__init__", "__main__"},
 ]
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}

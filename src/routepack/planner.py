@@ -9,17 +9,15 @@ from importlib import metadata
 
 import numpy as np
 
-from routepack import bounds, cost
+from routepack import alternation, bounds, cost
 from routepack.components.collector import RoutingDemandCollector
 from routepack.components.packer import FirstFitPacker, Packer, PackingProblem
 from routepack.components.rerouter import ExpertRerouter, Rerouter
 from routepack.errors import ConfigError
 from routepack.types import SYNCS, Certificate, ExpertPlacement, Packing, Plan, RolloutBatch, RoutingDemand, Sync, Topology
 
-PHASES = 4
-"""Times that a plan packs, with the placement refined after each."""
-REFINE_SHARE = 0.2
-"""Share of a time limit kept for placing, pricing and bounds."""
+REFINE_SHARE = 0.1
+"""Share of a time limit kept for pricing, bounds and digests."""
 
 
 @dataclass(kw_only=True)
@@ -80,19 +78,19 @@ class Planner:
         self.topology.slots_per_rank(demand.num_experts)
         search = _Search(planner=self, demand=demand, started=started)
         baseline = search.baseline()
-        best = min([baseline, *search.candidates()], key=lambda candidate: candidate.evaluation.key)
+        best = min([baseline, *alternation.candidates(search)], key=lambda candidate: candidate.evaluation.key)
         if previous is not None:
             best = best.kept_near(previous, self.topology)
         return search.report(best, baseline)
 
 
 def default_proposals(demand: RoutingDemand, topology: Topology) -> int:
-    """Proposals that a plan gets where nothing is set: 2000 a sequence, fewer where each costs much.
+    """Proposals that a plan gets where nothing is set: 4000 a sequence, fewer where each costs much.
 
-    About 2 s on two cores for large windows, a tenth of that for small ones.
+    About 3 s on two cores for a window of 4,096 sequences, less for smaller ones.
     """
     per_proposal = topology.expert_parallel_degree * demand.num_layers
-    return int(min(2000 * demand.num_sequences, 1e9 / per_proposal))
+    return int(min(4000 * demand.num_sequences, 2.5e9 / per_proposal))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,53 +123,20 @@ class _Search:
         self.rates = planner.cost_model.rates(demand, self.topology)
         self.certificate, self.feasible = self.packer.certify(demand.length_S, self.topology, seed=planner.seed)
         self.num_proposals = planner.num_proposals or default_proposals(demand, self.topology)
-        alternates = self.rerouter.refines and self.packer.improves
-        self.phases = PHASES if alternates else 1
+        limit = planner.time_limit_seconds
+        self.deadline = None if limit is None else self.started + limit * (1 - REFINE_SHARE)
 
     def baseline(self) -> _Candidate:
         """Identity placement and first-fit packing."""
         placement = ExpertPlacement.identity(self.demand.num_layers, self.demand.num_experts)
         load_SRL = self.load_of(placement)
         packer = FirstFitPacker(max_tokens=self.packer.max_tokens)
-        return self.priced(placement, packer.pack(self.problem(load_SRL, phase=0, start=None)), load_SRL)
+        return self.priced(placement, packer.pack(self.problem(load_SRL)), load_SRL)
 
-    def candidates(self):
-        """Placements and packings, alternated; every one of them legal."""
-        placement = self.rerouter.place(self.demand.tokens_LE, self.topology)
-        load_SRL, start = self.load_of(placement), None
-        for phase in range(self.phases):
-            packing = self.packer.pack(self.problem(load_SRL, phase=phase, start=start))
-            start = packing.cell_of_S
-            yield from self.dealt(self.priced(placement, packing, load_SRL), load_SRL)
-            if self.rerouter.refines:
-                unit_of_S = packing.cell_of_S // cost.ranks_per_group(self.topology)
-                joined = cost.num_packed_groups(self.topology) if self.planner.sync == "layer" else 1
-                placement = self.rerouter.refine_placement(
-                    placement, self.demand, unit_of_S, self.topology, joined_units=joined
-                )
-                load_SRL = self.load_of(placement)
-                yield from self.dealt(self.priced(placement, packing, load_SRL), load_SRL)
-
-    def dealt(self, candidate: _Candidate, load_SRL: np.ndarray):
-        """The candidate; where microbatches are waited for, also with its units dealt to them by falling cost."""
-        yield candidate
-        if self.planner.sync == "step":
-            return
-        # Any unit may be any microbatch of any group, and sorted units have the least sum of maxima.
-        width, cell_of_S = cost.ranks_per_group(self.topology), candidate.packing.cell_of_S
-        place_of_U = np.argsort(np.argsort(-candidate.evaluation.cost_MG.ravel(), kind="stable"))
-        packing = Packing(
-            cell_of_S=place_of_U[cell_of_S // width] * width + cell_of_S % width,
-            num_microbatches=candidate.packing.num_microbatches,
-            data_parallel_degree=candidate.packing.data_parallel_degree,
-        )
-        yield self.priced(candidate.placement, packing, load_SRL)
-
-    def problem(self, load_SRL: np.ndarray, *, phase: int, start: np.ndarray | None) -> PackingProblem:
-        """What the packer sees in one phase."""
-        planner, deadline = self.planner, None
-        if planner.time_limit_seconds is not None:
-            deadline = self.started + planner.time_limit_seconds * (1 - REFINE_SHARE) * (phase + 1) / self.phases
+    def problem(
+        self, load_SRL: np.ndarray, *, start: np.ndarray | None = None, seed: int | None = None, **search
+    ) -> PackingProblem:
+        """What the packer sees; *search*: further fields of the problem that steer its search."""
         return PackingProblem(
             length_S=self.demand.length_S,
             load_SRL=load_SRL,
@@ -181,11 +146,10 @@ class _Search:
             num_microbatches=self.certificate.num_microbatches,
             feasible_cell_of_S=self.feasible,
             start_cell_of_S=start,
-            sync=planner.sync,
-            seed=planner.seed * PHASES + phase,
-            num_proposals=self.num_proposals // self.phases,
-            deadline=deadline,
-            schedule=(phase / self.phases, (phase + 1) / self.phases),
+            sync=self.planner.sync,
+            seed=self.planner.seed if seed is None else seed,
+            deadline=self.deadline,
+            **{"num_proposals": self.num_proposals} | search,
         )
 
     def load_of(self, placement: ExpertPlacement) -> np.ndarray:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from routepack.solvers import _anneal_kernels as kernels
-from routepack.solvers._joined_kernels import anneal_joined
+from routepack.solvers._joined_kernels import SLOPE, anneal_joined
 
 NOTHING = np.zeros(0, dtype=np.int64)
 
@@ -22,12 +22,14 @@ class Weights:
     cost_SI: np.ndarray
     """int64 [S, I]."""
     expert: int
+    scale: float = 1.0
+    """What one of the real unit has become."""
 
     @classmethod
     def of(cls, cost_SI: np.ndarray, expert: float, num_rows: int) -> Weights:
         """Scale real costs so that their total fills 2^56: seven digits or more of each survive."""
         scale = 2.0**56 / ((float(cost_SI.sum()) + expert * num_rows) or 1.0)
-        return cls(cost_SI=np.rint(cost_SI * scale).astype(np.int64), expert=int(np.rint(expert * scale)))
+        return cls(cost_SI=np.rint(cost_SI * scale).astype(np.int64), expert=int(np.rint(expert * scale)), scale=scale)
 
 
 class Layout:
@@ -45,6 +47,7 @@ class Layout:
         self.load_SRL = np.ascontiguousarray(self.load_SRL, dtype=np.int32)
         for per_sequence in (self.length_S, self.load_SRL, self.cost_SI):
             per_sequence[-1] = 0
+        self.energy_per_cost = weights.scale
         self.expert, self.max_tokens = np.int64(weights.expert), np.int64(max_tokens)
         self.num_cells, self.cells_per_unit, self.num_groups = num_cells, cells_per_unit, num_groups
         rows_per_token = float((load_SRL.sum(axis=1, dtype=np.int64).max(axis=1) / length_S).max())
@@ -109,6 +112,8 @@ class JoinedLayout(Layout):
     def __init__(self, *, by_layer: bool, **figures):
         self.by_layer = by_layer
         super().__init__(**figures)
+        # One of the value: under "layer" as a placement sees it; else as the sum over units, which it lowers, does.
+        self.energy_per_cost *= SLOPE * self.num_groups if by_layer else SLOPE
 
     def restore(self, cell_of_S: np.ndarray) -> None:
         """Take the cells of the sequences (longest first) and recompute every figure from them."""

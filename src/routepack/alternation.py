@@ -1,0 +1,143 @@
+"""Placement and packing in turn, cooled together: what a plan is searched with. Letters: :mod:`routepack.types`.
+
+A phase packs for a while on the placement as it is, then swaps experts on the units as they are packed, both at
+the same temperature. The last phases only accept what lowers the objective, and every pair they meet is priced.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from routepack import cost
+from routepack.types import ExpertPlacement, Packing
+
+PHASE_PROPOSALS = 64
+"""Proposals of a phase, per sequence."""
+FEWEST_PHASES = 16
+FINISHING = 3
+"""Last phases, at temperature zero."""
+HOT, COLD = 0.3, 0.02
+"""Temperatures at the begin and end, in typical changes of the energy."""
+
+
+def candidates(search: Any) -> Iterator[Any]:
+    """Priced pairs of placement and packing, each legal, the last ones the best searched for."""
+    placement = search.rerouter.place(search.demand.tokens_LE, search.topology)
+    if not (search.rerouter.refines and search.packer.improves):
+        yield from _packed_once(search, placement)
+        return
+    yield from _Alternation(search=search, placement=placement).run()
+
+
+def _packed_once(search: Any, placement: ExpertPlacement) -> Iterator[Any]:
+    load_SRL = search.load_of(placement)
+    packing = search.packer.pack(search.problem(load_SRL))
+    yield from dealt(search, search.priced(placement, packing, load_SRL), load_SRL)
+    if search.rerouter.refines:
+        placement = refined(search, placement, packing)
+        load_SRL = search.load_of(placement)
+        yield from dealt(search, search.priced(placement, packing, load_SRL), load_SRL)
+
+
+def refined(search: Any, placement: ExpertPlacement, packing: Packing, **heat: Any) -> ExpertPlacement:
+    """The placement refined on the packed units; with ``temperature`` and ``seed``, annealed."""
+    joined = cost.num_packed_groups(search.topology) if search.planner.sync == "layer" else 1
+    unit_of_S = packing.cell_of_S // cost.ranks_per_group(search.topology)
+    return search.rerouter.refine_placement(placement, search.demand, unit_of_S, search.topology, joined_units=joined, **heat)
+
+
+def dealt(search: Any, candidate: Any, load_SRL: np.ndarray) -> Iterator[Any]:
+    """The candidate; where microbatches are waited for, also with its units dealt to them by falling cost."""
+    yield candidate
+    if search.planner.sync == "step":
+        return
+    # Any unit may be any microbatch of any group, and sorted units have the least sum of maxima.
+    width, cell_of_S = cost.ranks_per_group(search.topology), candidate.packing.cell_of_S
+    place_of_U = np.argsort(np.argsort(-candidate.evaluation.cost_MG.ravel(), kind="stable"))
+    packing = Packing(
+        cell_of_S=place_of_U[cell_of_S // width] * width + cell_of_S % width,
+        num_microbatches=candidate.packing.num_microbatches,
+        data_parallel_degree=candidate.packing.data_parallel_degree,
+    )
+    yield search.priced(candidate.placement, packing, load_SRL)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Alternation:
+    """One search: where it stands."""
+
+    search: Any
+    placement: ExpertPlacement
+
+    def __post_init__(self) -> None:
+        search = self.search
+        per_phase = PHASE_PROPOSALS * search.demand.num_sequences
+        self.phases = max(FEWEST_PHASES, round(search.num_proposals / per_phase))
+        self.proposals = -(-search.num_proposals // self.phases)
+        self.load_SRL = search.load_of(self.placement)
+        problem = search.problem(self.load_SRL)
+        self.typical = search.packer.typical_change(problem)
+        self.packing = search.packer.pack(search.problem(self.load_SRL, num_proposals=0, temperatures=(0.0, 0.0)))
+
+    def run(self) -> Iterator[Any]:
+        """Cool, then finish; yields what the finish meets."""
+        for phase, progress in enumerate(self._progress()):
+            heat = HOT * (COLD / HOT) ** progress * self.typical
+            self._pack(phase, heat)
+            self._place(phase, heat)
+        for phase in range(FINISHING):
+            best = self._better(self._priced())
+            yield best
+            self._pack(-1 - phase, 0.0)
+            best = self._better(self._priced())
+            yield best
+            self._place(-1 - phase, 0.0)
+        yield self._better(self._priced())
+
+    def _progress(self) -> Iterator[float]:
+        """How far along, 0 to 1, before each phase: by count, or by the clock."""
+        deadline = self.search.deadline
+        if deadline is None:
+            hot = self.phases - FINISHING
+            yield from (phase / max(1, hot - 1) for phase in range(hot))
+            return
+        started = now = time.monotonic()
+        longest = 0.0
+        # The finish takes about as long as so many phases.
+        while now + (1 + FINISHING) * longest <= deadline:
+            yield (now - started) / max(1e-9, deadline - FINISHING * longest - started)
+            longest = max(longest, time.monotonic() - now)
+            now = time.monotonic()
+
+    def _pack(self, phase: int, heat: float) -> None:
+        search = self.search
+        seed = search.planner.seed * 2**20 + phase % 2**20
+        problem = search.problem(
+            self.load_SRL,
+            start=self.packing.cell_of_S,
+            num_proposals=self.proposals,
+            temperatures=(heat, heat),
+            seed=seed,
+        )
+        self.packing = search.packer.pack(problem)
+
+    def _place(self, phase: int, heat: float) -> None:
+        search = self.search
+        seed = search.planner.seed * 2**20 + phase % 2**20
+        rows = heat / search.rates.expert if search.rates.expert else 0.0
+        self.placement = refined(search, self.placement, self.packing, temperature=rows, seed=seed)
+        self.load_SRL = search.load_of(self.placement)
+
+    def _priced(self) -> Any:
+        return self.search.priced(self.placement, self.packing, self.load_SRL)
+
+    def _better(self, candidate: Any) -> Any:
+        """The candidate as it is or dealt anew, whichever is better; the search goes on from there."""
+        best = min(dealt(self.search, candidate, self.load_SRL), key=lambda one: one.evaluation.key)
+        self.packing = best.packing
+        return best
