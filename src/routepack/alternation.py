@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,10 @@ FINISHING = 3
 """Last phases, at temperature zero."""
 HOT, COLD = 0.3, 0.02
 """Temperatures at the begin and end, in typical changes of the energy."""
+SMALL_WINDOW = 1024
+"""Sequences up to which several searches share the proposals."""
+CHAINS = (HOT, HOT, 1.0, 8.0)
+"""From how hot each of them starts: where a few long sequences weigh much, their moves need more than is typical."""
 
 
 def candidates(search: Any) -> Iterator[Any]:
@@ -31,7 +36,27 @@ def candidates(search: Any) -> Iterator[Any]:
     if not (search.rerouter.refines and search.packer.improves):
         yield from _packed_once(search, placement)
         return
-    yield from _Alternation(search=search, placement=placement).run()
+    yield from _chains(search, placement)
+
+
+def _chains(search: Any, placement: ExpertPlacement) -> Iterator[Any]:
+    """What one search finds; in a small window what several find, each from a temperature of its own.
+
+    A large window is annealed in domains, on all cores. A small one is not worth cutting, but its few long sequences
+    make local minima that a single search may end in.
+    """
+    if search.demand.num_sequences > SMALL_WINDOW:
+        yield from _Alternation(search=search, placement=placement, num_proposals=search.num_proposals).run()
+        return
+
+    def run(chain: int) -> list[Any]:
+        share = search.num_proposals // len(CHAINS)
+        return list(_Alternation(search=search, placement=placement, chain=chain, num_proposals=share).run())
+
+    # All at once, so that a time limit is the same for all of them.
+    with ThreadPoolExecutor(len(CHAINS)) as pool:
+        for found in pool.map(run, range(len(CHAINS))):
+            yield from found
 
 
 def _packed_once(search: Any, placement: ExpertPlacement) -> Iterator[Any]:
@@ -73,12 +98,14 @@ class _Alternation:
 
     search: Any
     placement: ExpertPlacement
+    num_proposals: int
+    chain: int = 0
 
     def __post_init__(self) -> None:
         search = self.search
         per_phase = PHASE_PROPOSALS * search.demand.num_sequences
-        self.phases = max(FEWEST_PHASES, round(search.num_proposals / per_phase))
-        self.proposals = -(-search.num_proposals // self.phases)
+        self.phases = max(FEWEST_PHASES, round(self.num_proposals / per_phase))
+        self.proposals = -(-self.num_proposals // self.phases)
         self.load_SRL = search.load_of(self.placement)
         problem = search.problem(self.load_SRL)
         self.typical = search.packer.typical_change(problem)
@@ -87,7 +114,7 @@ class _Alternation:
     def run(self) -> Iterator[Any]:
         """Cool, then finish; yields what the finish meets."""
         for phase, progress in enumerate(self._progress()):
-            heat = HOT * (COLD / HOT) ** progress * self.typical
+            heat = CHAINS[self.chain] * (COLD / CHAINS[self.chain]) ** progress * self.typical
             self._pack(phase, heat)
             self._place(phase, heat)
         for phase in range(FINISHING):
@@ -114,9 +141,12 @@ class _Alternation:
             longest = max(longest, time.monotonic() - now)
             now = time.monotonic()
 
+    def _seed(self, phase: int) -> int:
+        return (self.search.planner.seed * len(CHAINS) + self.chain) * 2**20 + phase % 2**20
+
     def _pack(self, phase: int, heat: float) -> None:
         search = self.search
-        seed = search.planner.seed * 2**20 + phase % 2**20
+        seed = self._seed(phase)
         problem = search.problem(
             self.load_SRL,
             start=self.packing.cell_of_S,
@@ -128,7 +158,7 @@ class _Alternation:
 
     def _place(self, phase: int, heat: float) -> None:
         search = self.search
-        seed = search.planner.seed * 2**20 + phase % 2**20
+        seed = self._seed(phase)
         rows = heat / search.rates.expert if search.rates.expert else 0.0
         self.placement = refined(search, self.placement, self.packing, temperature=rows, seed=seed)
         self.load_SRL = search.load_of(self.placement)

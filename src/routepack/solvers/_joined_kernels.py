@@ -68,7 +68,8 @@ def anneal_joined(
         place = place + 1 if place + 1 < members.size else 0
         kind = _below(state, 20)
         if kind < 16:
-            partner = place + _below(state, 2 * near + 1) - near
+            reach = near if kind < 12 else 8 * near
+            partner = place + _below(state, 2 * reach + 1) - reach
             if partner < 0 or partner >= members.size:
                 continue
         else:
