@@ -36,7 +36,43 @@ def candidates(search: Any) -> Iterator[Any]:
     if not (search.rerouter.refines and search.packer.improves):
         yield from _packed_once(search, placement)
         return
+    optimum = _optimum(search)
+    if optimum is not None:
+        yield optimum
+        return
     yield from _chains(search, placement)
+
+
+def _optimum(search: Any) -> Any:
+    """The best pair there is, in a window so small that all can be tried; else None."""
+    from routepack.solvers import exact, layout, placement
+
+    demand, topology = search.demand, search.topology
+    rows = int(demand.tokens_LE.sum())
+    tiny = exact.TinyWindow(
+        length_S=demand.length_S,
+        tokens_SLE=demand.tokens_SLE,
+        weights=layout.Weights.of(search.rates.cost_SI(demand.length_S), search.rates.expert, rows),
+        max_tokens=search.packer.max_tokens,
+        num_microbatches=search.certificate.num_microbatches,
+        num_groups=cost.num_packed_groups(topology),
+        cells_per_unit=cost.ranks_per_group(topology),
+        num_ranks=topology.expert_parallel_degree,
+        sync=search.planner.sync,
+    )
+    # Rules on the numbers of sequences a rank gets are no business of that search.
+    ruled = getattr(search.packer, "equal_sequences", False)
+    solved = tiny.solve() if tiny.is_tiny and not ruled else None
+    if solved is None:
+        return None
+    cell_of_S, rank_of_LE = solved
+    packing = Packing(
+        cell_of_S=cell_of_S,
+        num_microbatches=tiny.num_microbatches,
+        data_parallel_degree=topology.data_parallel_degree,
+    )
+    placed = ExpertPlacement(physical_to_logical_LP=placement.slots_of_ranks(rank_of_LE))
+    return search.priced(placed, packing, search.load_of(placed))
 
 
 def _chains(search: Any, placement: ExpertPlacement) -> Iterator[Any]:
