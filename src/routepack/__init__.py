@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from routepack import solvers, testing
     from routepack.components.collector import RoutingDemandCollector
     from routepack.components.packer import AttentionAwarePacker, FirstFitPacker, Packer, PackingProblem
+    from routepack.components.population import PopulationPacker
     from routepack.components.rerouter import ExpertRerouter, IdentityRerouter, Rerouter
     from routepack.cost import CostModel, CostRates, WindowNormalizedCost
     from routepack.errors import ConfigError, InfeasibleError, PlanError, RoutePackError, TraceError
@@ -26,6 +27,7 @@ __version__ = "0.1.0.dev0"
 _NAMES = {
     "components.collector": ("RoutingDemandCollector",),
     "components.packer": ("AttentionAwarePacker", "FirstFitPacker", "Packer", "PackingProblem"),
+    "components.population": ("PopulationPacker",),
     "components.rerouter": ("ExpertRerouter", "IdentityRerouter", "Rerouter"),
     "cost": ("CostModel", "CostRates", "WindowNormalizedCost"),
     "errors": ("ConfigError", "InfeasibleError", "PlanError", "RoutePackError", "TraceError"),
@@ -57,6 +59,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Planner",
+    "PopulationPacker",
     "Rerouter",
     "RolloutBatch",
     "RoutePackError",

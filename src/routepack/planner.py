@@ -16,6 +16,8 @@ from routepack.components.rerouter import ExpertRerouter, Rerouter
 from routepack.errors import ConfigError
 from routepack.types import SYNCS, Certificate, ExpertPlacement, Packing, Plan, RolloutBatch, RoutingDemand, Sync, Topology
 
+FEWEST_PROPOSALS = 500
+"""Per sequence, by default, in however large a window."""
 REFINE_SHARE = 0.1
 """Share of a time limit kept for pricing, bounds and digests."""
 
@@ -90,7 +92,7 @@ def default_proposals(demand: RoutingDemand, topology: Topology) -> int:
     About 3 s on two cores for a window of 4,096 sequences, less for smaller ones.
     """
     per_proposal = topology.expert_parallel_degree * demand.num_layers
-    return int(min(6000 * demand.num_sequences, 2.5e9 / per_proposal))
+    return int(min(6000 * demand.num_sequences, max(2.5e9 / per_proposal, FEWEST_PROPOSALS * demand.num_sequences)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

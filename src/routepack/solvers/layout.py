@@ -92,13 +92,18 @@ class Layout:
         """Blocks of units that domains are dealt: here units."""
         return self.num_units
 
-    def run(self, members, num_proposals: int, temperature: float, near: int, state, *, seen=None, changes=NOTHING) -> None:
-        """Propose moves and swaps among *members*; *seen*: group costs to start from and to keep up."""
-        kernels.anneal_domain(
+    def run(self, members, num_proposals: int, temperature: float, near: int, state, *, seen=None, changes=NOTHING) -> int:
+        """Propose moves and swaps among *members*; *seen*: group costs to start from and to keep up. How many it took."""
+        return kernels.anneal_domain(
             self.load_SRL, self.length_S, self.cost_SI, self.cell_of_S, self.tokens_C, self.count_C, self.cost_CI,
             self.load_URL, self.peak_U, self.attention_U, self.cost_G() if seen is None else seen, self.expert,
             self.max_tokens, members, num_proposals, temperature, near, state, changes,
         )  # fmt: skip
+
+    def energy(self) -> int:
+        """What is annealed: G max U_g + sum of U_g."""
+        cost_G = self.cost_G()
+        return int(self.num_groups * cost_G.max() + cost_G.sum())
 
     def objective(self) -> tuple[int, int, int]:
         """(max U_g, sum of U_g, max J): what ``sync=step`` minimises, lexicographically."""
@@ -135,13 +140,17 @@ class JoinedLayout(Layout):
         """Whole microbatches."""
         return self.num_units // self.num_groups
 
-    def run(self, members, num_proposals: int, temperature: float, near: int, state, *, seen=None, changes=NOTHING) -> None:
-        """Propose moves and swaps among *members*."""
-        anneal_joined(
+    def run(self, members, num_proposals: int, temperature: float, near: int, state, *, seen=None, changes=NOTHING) -> int:
+        """Propose moves and swaps among *members*; how many it took."""
+        return anneal_joined(
             self.load_SRL, self.length_S, self.cost_SI, self.cell_of_S, self.tokens_C, self.count_C, self.cost_CI,
             self.load_URL, self.peak_UL, self.peak_U, self.attention_U, self.value_M, self.by_layer, self.expert,
             self.max_tokens, members, num_proposals, temperature, near, state, changes,
         )  # fmt: skip
+
+    def energy(self) -> int:
+        """What is annealed: mostly what all microbatches wait for, and the sum of U_g for slope."""
+        return int(SLOPE * self.num_groups * self.value_M.sum() + self.cost_U().sum())
 
     def objective(self) -> tuple[int, int, int]:
         """(what all microbatches wait for, sum of U_g, max J)."""
