@@ -86,12 +86,12 @@ class Planner:
         return search.report(best, baseline)
 
 
-def default_proposals(demand: RoutingDemand, topology: Topology) -> int:
+def default_proposals(demand: RoutingDemand, topology: Topology, sync: Sync = "step") -> int:
     """Proposals that a plan gets where nothing is set: 6000 a sequence, fewer where each costs much.
 
     About 3 s on two cores for a window of 4,096 sequences, less for smaller ones.
     """
-    per_proposal = topology.expert_parallel_degree * demand.num_layers
+    per_proposal = topology.expert_parallel_degree * demand.num_layers * (1 if sync == "step" else 2)
     return int(min(6000 * demand.num_sequences, max(2.5e9 / per_proposal, FEWEST_PROPOSALS * demand.num_sequences)))
 
 
@@ -124,7 +124,7 @@ class _Search:
         self.topology, self.packer, self.rerouter = planner.topology, planner.packer, planner.rerouter
         self.rates = planner.cost_model.rates(demand, self.topology)
         self.certificate, self.feasible = self.packer.certify(demand.length_S, self.topology, seed=planner.seed)
-        self.num_proposals = planner.num_proposals or default_proposals(demand, self.topology)
+        self.num_proposals = planner.num_proposals or default_proposals(demand, self.topology, planner.sync)
         limit = planner.time_limit_seconds
         self.deadline = None if limit is None else self.started + limit * (1 - REFINE_SHARE)
 

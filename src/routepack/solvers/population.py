@@ -132,7 +132,7 @@ class Population:
 
 
 def anneal_population(layout: Layout, starts: list[np.ndarray], schedule: PopulationSchedule, *, seed: int) -> None:
-    """Anneal one chain from each of the *starts* (cells in the order the sequences were given); the best is left in *layout*."""
+    """Anneal a chain from each start (cells in the order the sequences were given); the best is left in *layout*."""
     rng = np.random.default_rng(seed)
     typical = typical_change(layout, rng)
     chains = [copy.copy(layout) for _ in starts]
