@@ -24,9 +24,9 @@ FINISHING = 3
 """Last phases, at temperature zero."""
 HOT, COLD = 0.3, 0.02
 """Temperatures at the begin and end, in typical changes of the energy."""
-SMALL_WINDOW = 1024
-"""Sequences up to which several searches share the proposals."""
-CHAINS = (HOT, HOT, 1.0, 8.0)
+SMALL_WINDOW = 512
+"""Sequences up to which searches share the proposals: two of them, and all up to half as many."""
+CHAINS = (HOT, 1.0, HOT, 8.0)
 """From how hot each of them starts: where a few long sequences weigh much, their moves need more than is typical."""
 
 
@@ -85,13 +85,15 @@ def _chains(search: Any, placement: ExpertPlacement) -> Iterator[Any]:
         yield from _Alternation(search=search, placement=placement, num_proposals=search.num_proposals).run()
         return
 
+    chains = 2 if 2 * search.demand.num_sequences > SMALL_WINDOW else len(CHAINS)
+
     def run(chain: int) -> list[Any]:
-        share = search.num_proposals // len(CHAINS)
+        share = search.num_proposals // chains
         return list(_Alternation(search=search, placement=placement, chain=chain, num_proposals=share).run())
 
     # All at once, so that a time limit is the same for all of them.
-    with ThreadPoolExecutor(len(CHAINS)) as pool:
-        for found in pool.map(run, range(len(CHAINS))):
+    with ThreadPoolExecutor(chains) as pool:
+        for found in pool.map(run, range(chains)):
             yield from found
 
 
