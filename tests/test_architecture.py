@@ -13,9 +13,23 @@ ROOT = Path(routepack.__file__).parent
 LEVELS = [
     {"errors", "files", "arrays"},
     {"recorded", "planned", "types"},
-    {"config", "cost", "flops", "bounds", "trace", "solvers", "formats"},
+    {"config", "communication", "cost", "flops", "bounds", "trace", "solvers", "formats"},
     {"components"},
-    {"alternation", "planner", "materialize", "verification", "metrics", "report", "assembly", "distributed", "testing"},
+    {
+        "locality",
+        "transition",
+        "alternation",
+        "planner",
+        "peers",
+        "background",
+        "materialize",
+        "verification",
+        "metrics",
+        "report",
+        "assembly",
+        "distributed",
+        "testing",
+    },
     {"cli", "integrations", "__init__", "__main__"},
 ]
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}

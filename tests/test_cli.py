@@ -86,6 +86,17 @@ def test_the_first_fit_overlay_switches_planning_off(routepack, trace):
     assert (plan.placement.physical_to_logical_LP == np.arange(8)).all()
 
 
+def test_links_and_moves_are_sections_of_a_config(routepack, trace):
+    two_nodes = ["links._target_=routepack.WindowNormalizedLinks", "links.across_share=0.3", "topology.ranks_per_node=1"]
+    moves = ["move_policy._target_=routepack.AlwaysMove", "rerouter._target_=routepack.HierarchicalRerouter"]
+    out, stdout = planned(routepack, trace, *two_nodes, *moves)
+    assert "rows to other nodes" in stdout
+    assert load_plan(out).cost["links"] == {
+        "model": "WindowNormalizedLinks", "options": {"inside_share": 0.0, "across_share": 0.3}
+    }  # fmt: skip
+    assert routepack("verify", out, trace)[0] == 0
+
+
 def test_verify_accepts_a_plan(routepack, trace):
     out, _ = planned(routepack, trace)
     code, stdout, _ = routepack("verify", out, trace)

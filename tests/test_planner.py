@@ -22,6 +22,24 @@ def planner(**options):
     return Planner(**{"topology": TOPOLOGY, "packer": AttentionAwarePacker(max_tokens=512)} | options)
 
 
+def test_a_plan_keeps_its_rules_on_disk(tmp_path):
+    from routepack.trace import load_plan, save_plan
+
+    plan = planner(packer=AttentionAwarePacker(max_tokens=512, equal_sequences=True, microbatch_multiple=2)).plan(DEMAND)
+    save_plan(plan, tmp_path / "plan.safetensors")
+    assert load_plan(tmp_path / "plan.safetensors").rules == plan.rules
+    assert plan.rules.equal_sequences
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_equal_sequences_cost_little(sync):
+    free = planner(sync=sync).plan(DEMAND)
+    equal = planner(sync=sync, packer=AttentionAwarePacker(max_tokens=512, equal_sequences=True)).plan(DEMAND)
+    assert np.bincount(equal.packing.cell_of_S % 4).tolist() == [24] * 4
+    assert equal.value < 1.05 * free.value
+    assert verify(equal, DEMAND) == []
+
+
 def test_a_batch_and_its_demand_give_the_same_plan():
     batch = synthetic_batch(num_sequences=96, max_length=256)
     assert planner().plan(batch).digest == planner().plan(DEMAND).digest

@@ -8,7 +8,7 @@ from routepack.components.rerouter import ExpertRerouter
 from routepack.cost import CostModel
 from routepack.planner import Planner
 from routepack.testing import synthetic_demand
-from routepack.types import SYNCS, Certificate, ExpertPlacement, Packing, RoutingDemand, Topology
+from routepack.types import SYNCS, Certificate, ExpertPlacement, Packing, PackingRules, RoutingDemand, Topology
 from routepack.verification import verify
 
 DEMAND = synthetic_demand(num_sequences=48, max_length=256)
@@ -130,3 +130,66 @@ def test_a_cell_filled_to_the_cap_is_legal():
     plan = planned(packer=AttentionAwarePacker(max_tokens=20), topology=topology, rerouter=ExpertRerouter(), demand=demand)
     assert plan.num_microbatches == 1
     assert verify(plan, demand) == []
+
+
+def lengths_only(lengths):
+    length_S = np.array(lengths)
+    tokens_SLE = np.zeros((len(length_S), 1, 2), dtype=np.int32)
+    tokens_SLE[:, 0, 0] = length_S
+    return RoutingDemand(tokens_SLE=tokens_SLE, length_S=length_S, top_k=1)
+
+
+BEYOND_L2 = lengths_only([53, 52, 45, 42, 39, 39, 29])
+"""L2 shows three cells of 100 to be needed, a search four."""
+ONE_RANK = Topology(data_parallel_degree=1, expert_parallel_degree=1)
+
+
+def beyond_l2(demand=BEYOND_L2):
+    return planned(topology=ONE_RANK, packer=AttentionAwarePacker(max_tokens=100), demand=demand)
+
+
+def test_a_bound_that_took_a_search_is_proven_again():
+    plan = beyond_l2()
+    assert (plan.certificate.lower_bound, plan.certificate.method) == (4, "bin completion")
+    assert verify(plan, BEYOND_L2) == []
+
+
+def test_a_bound_that_a_search_would_not_give_is_named():
+    possible = lengths_only([53, 47, 45, 42, 39, 29, 19])
+    plan = beyond_l2(possible)
+    assert plan.num_microbatches == 3
+    four = Certificate(num_microbatches=3, lower_bound=4, method="bin completion")
+    assert any("4 microbatches are claimed" in problem for problem in verify(with_digest(plan, certificate=four), possible))
+
+
+RULES = {"equal_sequences": True, "min_microbatches": 5, "microbatch_multiple": 3}
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("degrees", [(4, 2, 1), (4, 1, 1), (4, 4, 1)])
+def test_plans_under_rules_are_accepted(sync, degrees):
+    topology = Topology(data_parallel_degree=degrees[0], expert_parallel_degree=degrees[1])
+    plan = planned(sync=sync, topology=topology, packer=AttentionAwarePacker(max_tokens=400, **RULES))
+    assert verify(plan, DEMAND) == []
+    assert plan.num_microbatches == 6
+    assert np.bincount(plan.packing.cell_of_S % 4).tolist() == [12] * 4
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"min_microbatches": 40}, "fewer than min_microbatches=40"),
+        ({"microbatch_multiple": 41}, "no multiple of microbatch_multiple=41"),
+        ({"equal_sequences": True}, "ranks get .* sequences; at most 0 apart"),
+    ],
+)
+def test_rules_that_a_plan_does_not_keep_are_named(rules, message):
+    import re
+
+    cell_of_S = PLAN.packing.cell_of_S.copy()
+    giver = np.flatnonzero(np.bincount(cell_of_S)[cell_of_S] > 1)[0]
+    cell_of_S[giver] = (cell_of_S[giver] + 1) % PLAN.packing.num_cells
+    packing = Packing(cell_of_S=cell_of_S, num_microbatches=PLAN.num_microbatches, data_parallel_degree=4)
+    uneven = packing if np.ptp(np.bincount(cell_of_S % 4)) else PLAN.packing
+    problems = verify(with_digest(PLAN, rules=PackingRules(**rules), packing=uneven), DEMAND)
+    assert any(re.search(message, problem) for problem in problems), problems

@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from routepack import solvers, testing
+    from routepack.background import BackgroundPlanner, PlanTiming
+    from routepack.communication import FreeLinks, Links, LinkSpeeds, WindowNormalizedLinks, copies_across
+    from routepack.components.baselines import (
+        EPLBRerouter,
+        KarmarkarKarpPacker,
+        LPTRerouter,
+        ModifiedFirstFitPacker,
+        TokenLPTPacker,
+        UnequalKarmarkarKarpPacker,
+    )
     from routepack.components.collector import RoutingDemandCollector
+    from routepack.components.hierarchical import HierarchicalRerouter
+    from routepack.components.move_policy import AlwaysMove, MoveIfItPays, MovePolicy
     from routepack.components.packer import AttentionAwarePacker, FirstFitPacker, Packer, PackingProblem
     from routepack.components.population import PopulationPacker
     from routepack.components.rerouter import ExpertRerouter, IdentityRerouter, Rerouter
@@ -19,13 +31,25 @@ if TYPE_CHECKING:
     from routepack.metrics import plan_metrics
     from routepack.planner import Planner
     from routepack.trace import load_demand, load_plan, load_trace, load_window, save_demand, save_plan, save_trace
-    from routepack.types import Certificate, ExpertPlacement, Packing, Plan, RolloutBatch, RoutingDemand, Topology
+    from routepack.types import Certificate, ExpertPlacement, Packing, PackingRules, Plan, RolloutBatch, RoutingDemand, Topology
     from routepack.verification import verify
 
 __version__ = "0.1.0.dev0"
 
 _NAMES = {
+    "components.baselines": (
+        "EPLBRerouter",
+        "KarmarkarKarpPacker",
+        "LPTRerouter",
+        "ModifiedFirstFitPacker",
+        "TokenLPTPacker",
+        "UnequalKarmarkarKarpPacker",
+    ),
+    "background": ("BackgroundPlanner", "PlanTiming"),
+    "communication": ("FreeLinks", "LinkSpeeds", "Links", "WindowNormalizedLinks", "copies_across"),
     "components.collector": ("RoutingDemandCollector",),
+    "components.hierarchical": ("HierarchicalRerouter",),
+    "components.move_policy": ("AlwaysMove", "MoveIfItPays", "MovePolicy"),
     "components.packer": ("AttentionAwarePacker", "FirstFitPacker", "Packer", "PackingProblem"),
     "components.population": ("PopulationPacker",),
     "components.rerouter": ("ExpertRerouter", "IdentityRerouter", "Rerouter"),
@@ -35,29 +59,43 @@ _NAMES = {
     "metrics": ("plan_metrics",),
     "planner": ("Planner",),
     "trace": ("load_demand", "load_plan", "load_trace", "load_window", "save_demand", "save_plan", "save_trace"),
-    "types": ("Certificate", "ExpertPlacement", "Packing", "Plan", "RolloutBatch", "RoutingDemand", "Topology"),
+    "types": ("Certificate", "ExpertPlacement", "Packing", "PackingRules", "Plan", "RolloutBatch", "RoutingDemand", "Topology"),
     "verification": ("verify",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = ("solvers", "testing")
 
 __all__ = [
+    "AlwaysMove",
     "AttentionAwarePacker",
+    "BackgroundPlanner",
     "Certificate",
     "ConfigError",
     "CostModel",
     "CostRates",
+    "EPLBRerouter",
     "ExpertPlacement",
     "ExpertRerouter",
     "FirstFitPacker",
     "FlopsCost",
+    "FreeLinks",
+    "HierarchicalRerouter",
     "IdentityRerouter",
     "InfeasibleError",
+    "KarmarkarKarpPacker",
+    "LPTRerouter",
+    "LinkSpeeds",
+    "Links",
+    "ModifiedFirstFitPacker",
+    "MoveIfItPays",
+    "MovePolicy",
     "Packer",
     "Packing",
     "PackingProblem",
+    "PackingRules",
     "Plan",
     "PlanError",
+    "PlanTiming",
     "Planner",
     "PopulationPacker",
     "Rerouter",
@@ -65,9 +103,13 @@ __all__ = [
     "RoutePackError",
     "RoutingDemand",
     "RoutingDemandCollector",
+    "TokenLPTPacker",
     "Topology",
     "TraceError",
+    "UnequalKarmarkarKarpPacker",
     "WindowNormalizedCost",
+    "WindowNormalizedLinks",
+    "copies_across",
     "load_demand",
     "load_plan",
     "load_trace",

@@ -7,7 +7,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from routepack.communication import FreeLinks, Links
 from routepack.components.collector import RoutingDemandCollector
+from routepack.components.move_policy import AlwaysMove, MovePolicy
 from routepack.components.packer import AttentionAwarePacker, Packer
 from routepack.components.rerouter import ExpertRerouter, Rerouter
 from routepack.config import build, instantiate
@@ -30,7 +32,7 @@ class PlanOptions:
 
 
 PLAN_OPTIONS = tuple(PlanOptions.__dataclass_fields__)
-COMPONENTS = ("topology", "cost_model", "collector", "rerouter", "packer")
+COMPONENTS = ("topology", "cost_model", "links", "collector", "rerouter", "packer", "move_policy")
 PLANNER_KEYS = (*COMPONENTS, *PLAN_OPTIONS)
 
 
@@ -39,9 +41,11 @@ def build_planner(config: DictConfig) -> Planner:
     return Planner(
         topology=build(config, "topology", base=Topology),
         cost_model=build(config, "cost_model", base=CostModel, default=WindowNormalizedCost),
+        links=build(config, "links", base=Links, default=FreeLinks),
         collector=build(config, "collector", base=RoutingDemandCollector),
         rerouter=build(config, "rerouter", base=Rerouter, default=ExpertRerouter),
         packer=build(config, "packer", base=Packer, default=AttentionAwarePacker),
+        move_policy=build(config, "move_policy", base=MovePolicy, default=AlwaysMove),
         **_options(config),
     )
 

@@ -25,6 +25,18 @@ Layers = Annotated[
     list[str], typer.Argument(metavar="CONFIG... [key=value...]", help="YAML files, then overrides; later wins.")
 ]
 PLAN_FILE_KEYS = ("trace", "out")
+PART_LABELS = {
+    "attention": "attention and dense",
+    "expert": "experts",
+    "communication": "links",
+    "waiting": "waiting for other groups",
+    "largest_unit": "slowest microbatch of a group",
+    "imbalance_mean": "EP-rank load, max/mean: mean",
+    "imbalance_p95": "  95th percentile",
+    "imbalance_max": "  worst",
+    "across_share": "rows to other nodes, share",
+    "inside_share": "rows inside nodes, share",
+}
 
 
 @app.command()
@@ -114,10 +126,10 @@ def plan_table(plan: Any) -> Table:
         table.add_column(name, justify="right")
     unit = "s" if plan.unit == "seconds" else "relative"
     table.add_row(f"step, sync={plan.sync} ({unit})", *(f"{v:.4f}" for v in (plan.baseline_value, plan.value, plan.bound)))
-    parts = plan.parts
-    for key in [key.removeprefix("planned.") for key in parts if key.startswith("planned.")]:
-        cells = [parts.get(f"{column}.{key}") for column in ("baseline", "planned", "bound")]
-        table.add_row(f"  {key.replace('_', ' ')}", *("" if cell is None else f"{cell:.4f}" for cell in cells))
+    for key, label in PART_LABELS.items():
+        parts = [plan.parts.get(f"{column}.{key}") for column in ("baseline", "planned", "bound")]
+        if any(parts):
+            table.add_row(f"  {label}", *("" if part is None else f"{part:.4f}" for part in parts))
     counts = (plan.baseline_microbatches, plan.num_microbatches, plan.certificate.lower_bound)
     table.add_row("microbatches", *map(str, counts))
     return table

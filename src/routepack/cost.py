@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from routepack.communication import traffic_of
 from routepack.errors import ConfigError
 from routepack.types import Packing, RoutingDemand, Sync, Topology
 
@@ -47,6 +48,10 @@ class CostRates:
     window_I: np.ndarray = None  # pyrefly: ignore[bad-assignment]
     """int64 [I]: tokens that a token can look back on; 0, or None for all stages: every earlier one."""
     unit: str = "relative"
+    inside: float = 0.0
+    """Per routed row that the busiest rank of a unit sends, or receives if more, to other ranks of its node, in one layer."""
+    across: float = 0.0
+    """The same to other nodes. Both come from :mod:`routepack.communication`."""
 
     def __post_init__(self) -> None:
         for name, dtype in (("linear_I", np.float64), ("quadratic_I", np.float64), ("window_I", np.int64)):
@@ -54,7 +59,7 @@ class CostRates:
             value = np.zeros(len(self.linear_I)) if value is None else value
             object.__setattr__(self, name, np.atleast_1d(np.asarray(value, dtype=dtype)))
         sizes = {len(self.linear_I), len(self.quadratic_I), len(self.window_I)}
-        lowest = min(self.expert, self.linear_I.min(), self.quadratic_I.min(), self.window_I.min())
+        lowest = min(self.expert, self.linear_I.min(), self.quadratic_I.min(), self.window_I.min(), self.inside, self.across)
         if len(sizes) != 1 or not lowest >= 0:
             raise ConfigError(f"cost rates {self.as_dict()} must be one per attention stage, none negative.")
 
@@ -75,7 +80,14 @@ class CostRates:
             "linear": self.linear_I.tolist(),
             "quadratic": self.quadratic_I.tolist(),
             "window": self.window_I.tolist(),
+            "inside": float(self.inside),
+            "across": float(self.across),
         }
+
+    @property
+    def links_cost(self) -> bool:
+        """Whether it matters which rank sends to which."""
+        return self.inside > 0 or self.across > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,12 +162,19 @@ class Evaluation:
     joined_expert_M: np.ndarray
     imbalance_MGL: np.ndarray
     """float64: fullest EP rank over the mean of its group, in each unit and layer; 1 where nothing is routed."""
+    peak_MGL: np.ndarray
+    """int64: rows of the fullest EP rank of each unit and layer; the layer axis may be zero-padded."""
     sync: Sync
+    links_MGL: np.ndarray | None = None
+    """float64: what the busiest links cost in each unit and layer; None where they are free."""
+    communication_MG: np.ndarray | float = 0.0
+    """float64: sum over layers of the busiest link of each unit; 0 where links are free."""
+    joined_communication_M: np.ndarray | float = 0.0
 
     @cached_property
     def cost_MG(self) -> np.ndarray:
         """float64 [M, G]: J of each unit."""
-        return self.attention_MG + self.expert_MG
+        return self.attention_MG + self.expert_MG + self.communication_MG
 
     @cached_property
     def cost_G(self) -> np.ndarray:
@@ -170,12 +189,21 @@ class Evaluation:
         groups = self.cost_MG.shape[1]
         return float(self.attention_MG.sum()) / groups, float(self.expert_MG.sum()) / groups
 
+    @cached_property
+    def communication(self) -> float:
+        """What links cost the mean group, or all ranks where ``sync=layer`` joins them."""
+        if self.sync == "layer":
+            return float(np.sum(self.joined_communication_M))
+        return float(np.sum(self.communication_MG)) / self.cost_MG.shape[1]
+
     @property
     def value(self) -> float:
         """The predicted step under ``sync``."""
         if self.sync == "step":
             return float(self.cost_G.max())
-        return float(self.cost_MG.max(axis=1).sum()) if self.sync == "microbatch" else sum(self.terms)
+        if self.sync == "microbatch":
+            return float(self.cost_MG.max(axis=1).sum())
+        return sum(self.terms) + self.communication
 
     @property
     def key(self) -> tuple[float, float, float]:
@@ -189,7 +217,8 @@ class Evaluation:
         return {
             f"{name}.attention": attention,
             f"{name}.expert": expert,
-            f"{name}.waiting": max(0.0, self.value - attention - expert),
+            **({f"{name}.communication": self.communication} if np.ndim(self.communication_MG) else {}),
+            f"{name}.waiting": max(0.0, self.value - attention - expert - self.communication),
             f"{name}.largest_unit": float(self.cost_MG.max()),
             f"{name}.imbalance_mean": float(imbalance.mean()),
             f"{name}.imbalance_p95": float(np.percentile(imbalance, 95)),
@@ -212,7 +241,7 @@ def evaluate(
 
     """
     microbatches, groups, width = packing.num_microbatches, num_packed_groups(topology), ranks_per_group(topology)
-    load_URL = _sum_by(packing.cell_of_S // width, load_SRL, microbatches * groups)
+    load_URL = sums_by(packing.cell_of_S // width, load_SRL, microbatches * groups)
     stages = len(rates.linear_I)
     cost_CI = np.zeros((packing.num_cells, stages))
     np.add.at(cost_CI, packing.cell_of_S, rates.cost_SI(length_S))
@@ -221,17 +250,40 @@ def evaluate(
     imbalance_UL = np.where(mean_UL > 0, peak_UL / np.where(mean_UL > 0, mean_UL, 1.0), 1.0)[:, routed_L]
     cost_MGWI = cost_CI.reshape(microbatches, groups, width, stages)
     peak_MGL = peak_UL.reshape(microbatches, groups, -1)
+    links_MGL = None
+    if rates.links_cost:
+        load_CRL = sums_by(packing.cell_of_S, load_SRL, packing.num_cells)
+        links_MGL = link_cost(load_CRL, topology, rates).reshape(peak_MGL.shape)
     return Evaluation(
         attention_MG=cost_MGWI.max(axis=2).sum(axis=-1),
-        expert_MG=rates.expert * peak_MGL.sum(axis=-1, dtype=np.int64),
         joined_attention_M=cost_MGWI.max(axis=(1, 2)).sum(axis=-1),
-        joined_expert_M=rates.expert * peak_MGL.max(axis=1).sum(axis=-1, dtype=np.int64),
         imbalance_MGL=imbalance_UL.reshape(microbatches, groups, -1) if routed_L.any() else np.ones((microbatches, groups, 1)),
         sync=sync,
+        **by_layer(peak_MGL, links_MGL, rates.expert),
     )
 
 
-def _sum_by(unit_of_S: np.ndarray, values: np.ndarray, num_units: int) -> np.ndarray:
+def by_layer(peak_MGL: np.ndarray, links_MGL: np.ndarray | None, expert: float) -> dict[str, Any]:
+    """The terms of an :class:`Evaluation` that add up over layers: *expert* x fullest rank, and links where they cost."""
+    terms = {
+        "peak_MGL": peak_MGL,
+        "links_MGL": links_MGL,
+        "expert_MG": expert * peak_MGL.sum(axis=-1, dtype=np.int64),
+        "joined_expert_M": expert * peak_MGL.max(axis=1).sum(axis=-1, dtype=np.int64),
+    }
+    if links_MGL is not None:
+        terms["communication_MG"] = links_MGL.sum(axis=-1)
+        terms["joined_communication_M"] = links_MGL.max(axis=1).sum(axis=-1)
+    return terms
+
+
+def link_cost(load_CRL: np.ndarray, topology: Topology, rates: CostRates) -> np.ndarray:
+    """float64 [U, L]: what the links of every unit cost in every layer, given the rows of each cell to each EP rank."""
+    traffic = traffic_of(load_CRL, topology)
+    return rates.inside * traffic.inside_UL + rates.across * traffic.across_UL
+
+
+def sums_by(unit_of_S: np.ndarray, values: np.ndarray, num_units: int) -> np.ndarray:
     """int64 [units, ...]: sums of *values* over the sequences of each unit; every unit has at least one."""
     by_unit = np.argsort(unit_of_S, kind="stable")
     starts = np.searchsorted(unit_of_S[by_unit], np.arange(num_units))

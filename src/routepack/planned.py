@@ -66,10 +66,14 @@ class Topology:
 
     def slots_per_rank(self, num_experts: int) -> int:
         """Experts that each rank of an EP group holds. Raises ConfigError where they do not divide evenly."""
-        if num_experts % self.expert_parallel_degree:
+        degree = self.expert_parallel_degree
+        if num_experts % degree:
+            below = max(r for r in range(1, degree) if num_experts % r == 0)
+            above = min((r for r in range(degree + 1, num_experts + 1) if num_experts % r == 0), default=None)
+            remedy = f"{below}" if above is None else f"{below} or {above}"
             raise ConfigError(
-                f"topology.expert_parallel_degree={self.expert_parallel_degree} does not divide the "
-                f"{num_experts} experts: choose a divisor of {num_experts}."
+                f"topology.expert_parallel_degree={degree} does not divide the {num_experts} experts, and every rank holds as "
+                f"many as the next: choose a divisor of {num_experts}; the nearest are {remedy}."
             )
         return num_experts // self.expert_parallel_degree
 
@@ -196,6 +200,47 @@ def _positions_in_cells(cell_of_S: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PackingRules:
+    """What a training stack asks of the microbatches beyond the cap. The defaults ask nothing.
+
+    >>> PackingRules(min_microbatches=3, microbatch_multiple=4).allowed(1)
+    4
+    """
+
+    min_microbatches: int = 1
+    """Microbatches that there must be at least."""
+    microbatch_multiple: int = 1
+    """Their number must be a multiple of this."""
+    equal_sequences: bool = False
+    """Whether every DP rank gets equally many sequences over the window."""
+    sequence_skew: int = 0
+    """By how much the fullest and the emptiest rank may differ in sequences under ``equal_sequences``."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("min_microbatches", 1), ("microbatch_multiple", 1), ("sequence_skew", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+                raise ConfigError(f"packer.{name}={value!r} must be a whole number of at least {least}.")
+        if self.sequence_skew and not self.equal_sequences:
+            raise ConfigError(
+                f"packer.sequence_skew={self.sequence_skew} loosens packer.equal_sequences, which is off: turn that on, or "
+                "leave sequence_skew at 0."
+            )
+
+    def allowed(self, num_microbatches: int) -> int:
+        """The fewest microbatches, of so many or more, that the rules allow."""
+        least = max(num_microbatches, self.min_microbatches)
+        return -(-least // self.microbatch_multiple) * self.microbatch_multiple
+
+    def counts_allowed(self, cell_of_S: np.ndarray, num_ranks: int) -> bool:
+        """Whether the ranks' numbers of sequences are near enough to one another."""
+        if not self.equal_sequences:
+            return True
+        count_W = np.bincount(cell_of_S % num_ranks, minlength=num_ranks)
+        return bool(count_W.max() - count_W.min() <= self.sequence_skew)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Certificate:
     """How many microbatches a window needs at least, and how that is known."""
 
@@ -203,7 +248,7 @@ class Certificate:
     lower_bound: int
     """Microbatches that no packing can go below: a bin-packing bound divided by the DP ranks, rounded up."""
     method: str
-    """The bound that gave it, such as ``L2``."""
+    """What proves that: ``L2``, or an exact search that found fewer impossible: ``bin completion``, ``CP-SAT``."""
 
     @property
     def certified(self) -> bool:
@@ -237,6 +282,8 @@ class Plan:
     certificate: Certificate
     baseline_microbatches: int = 0
     """Microbatches that the baseline needs."""
+    rules: PackingRules = PackingRules()
+    """What was asked of the microbatches. The baseline is not held to ``equal_sequences``."""
     unit: str = "relative"
     """``seconds``, or ``relative`` to a perfectly even window."""
     cost: Mapping[str, Any] = field(default_factory=dict)

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 
 import numpy as np
 
-from routepack import alternation, bounds, cost
+from routepack import alternation, bounds, cost, peers
+from routepack.communication import FreeLinks, Links, nodes_per_group, traffic_of
 from routepack.components.collector import RoutingDemandCollector
+from routepack.components.move_policy import AlwaysMove, MovePolicy
 from routepack.components.packer import FirstFitPacker, Packer, PackingProblem
 from routepack.components.rerouter import ExpertRerouter, Rerouter
 from routepack.errors import ConfigError
+from routepack.locality import brought_near
+from routepack.transition import moved_on
 from routepack.types import SYNCS, Certificate, ExpertPlacement, Packing, Plan, RolloutBatch, RoutingDemand, Sync, Topology
 
 FEWEST_PROPOSALS = 500
 """Per sequence, by default, in however large a window."""
+ROUNDING = 1e-9
+"""By so much a bound may exceed a value that it equals."""
 REFINE_SHARE = 0.1
 """Share of a time limit kept for pricing, bounds and digests."""
+NO_MOVES: Mapping[str, float] = {}
 
 
 @dataclass(kw_only=True)
@@ -39,6 +47,10 @@ class Planner:
     packer: Packer
     cost_model: cost.CostModel = field(default_factory=cost.WindowNormalizedCost)
     rerouter: Rerouter = field(default_factory=ExpertRerouter)
+    links: Links = field(default_factory=FreeLinks)
+    """What the all-to-all costs inside and across nodes."""
+    move_policy: MovePolicy = field(default_factory=AlwaysMove)
+    """Which layers' experts move from where they are, when :meth:`plan` is told."""
     collector: RoutingDemandCollector = field(default_factory=RoutingDemandCollector)
     """What counts a RolloutBatch."""
     sync: Sync = "step"
@@ -68,7 +80,7 @@ class Planner:
         Args:
             window: recorded rollouts, or the demand already counted.
             previous: where the experts are now. Ranks are numbered, and slots inside a rank kept, so that as
-                few experts as possible move; the value does not depend on it.
+                few experts as possible move; then ``move_policy`` decides which layers do.
 
         Raises:
             ConfigError: the EP ranks do not divide the experts.
@@ -80,10 +92,15 @@ class Planner:
         self.topology.slots_per_rank(demand.num_experts)
         search = _Search(planner=self, demand=demand, started=started)
         baseline = search.baseline()
-        best = min([baseline, *alternation.candidates(search)], key=lambda candidate: candidate.evaluation.key)
-        if previous is not None:
-            best = best.kept_near(previous, self.topology)
-        return search.report(best, baseline)
+        found = [candidate for candidate in [baseline, *alternation.candidates(search)] if search.allowed(candidate)]
+        known = min(candidate.evaluation.value for candidate in found)
+        found += [candidate for candidate in search.peers(known) if search.allowed(candidate)]
+        best = min(found, key=lambda candidate: candidate.evaluation.key)
+        best = brought_near(search, best)
+        if previous is None:
+            return search.report(best, baseline)
+        best, moves = moved_on(search, best, baseline, previous)
+        return search.report(best, baseline, moves)
 
 
 def default_proposals(demand: RoutingDemand, topology: Topology, sync: Sync = "step") -> int:
@@ -101,15 +118,6 @@ class _Candidate:
     packing: Packing
     evaluation: cost.Evaluation
 
-    def kept_near(self, previous: ExpertPlacement, topology: Topology) -> _Candidate:
-        from routepack.solvers.placement import keep_in_place
-
-        slots_LP = keep_in_place(
-            self.placement.physical_to_logical_LP, previous.physical_to_logical_LP, topology.expert_parallel_degree
-        )
-        placement = ExpertPlacement(physical_to_logical_LP=slots_LP)
-        return _Candidate(placement=placement, packing=self.packing, evaluation=self.evaluation)
-
 
 @dataclass(kw_only=True, eq=False)
 class _Search:
@@ -122,7 +130,10 @@ class _Search:
     def __post_init__(self) -> None:
         planner, demand = self.planner, self.demand
         self.topology, self.packer, self.rerouter = planner.topology, planner.packer, planner.rerouter
-        self.rates = planner.cost_model.rates(demand, self.topology)
+        rates = planner.cost_model.rates(demand, self.topology)
+        planner.move_policy.check_unit(rates.unit)
+        inside, across = planner.links.checked_prices(demand, self.topology, rates.unit)
+        self.rates = replace(rates, inside=inside, across=across)
         self.certificate, self.feasible = self.packer.certify(demand.length_S, self.topology, seed=planner.seed)
         self.num_proposals = planner.num_proposals or default_proposals(demand, self.topology, planner.sync)
         limit = planner.time_limit_seconds
@@ -132,8 +143,38 @@ class _Search:
         """Identity placement and first-fit packing."""
         placement = ExpertPlacement.identity(self.demand.num_layers, self.demand.num_experts)
         load_SRL = self.load_of(placement)
-        packer = FirstFitPacker(max_tokens=self.packer.max_tokens)
+        rules = {"min_microbatches": self.packer.min_microbatches, "microbatch_multiple": self.packer.microbatch_multiple}
+        packer = FirstFitPacker(max_tokens=self.packer.max_tokens, **rules)
         return self.priced(placement, packer.pack(self.problem(load_SRL)), load_SRL)
+
+    def allowed(self, candidate: _Candidate) -> bool:
+        """Whether the ranks' numbers of sequences are as the packer's rules want them."""
+        return self.packer.rules.counts_allowed(candidate.packing.cell_of_S, self.topology.data_parallel_degree)
+
+    def peers(self, known: float):
+        """What the baselines would plan where it can be worth less than *known*, the best value so far.
+
+        A search that falls behind one of them takes its plan. Most cannot, by their attention term and the least that
+        their placement's experts cost, and are not priced.
+        """
+        packings = None
+        for rerouter in peers.rerouters_beside(self.rerouter):
+            placement, load_SRL = rerouter.place(self.demand.tokens_LE, self.topology), None
+            expert = peers.least_expert(placement, self.demand, self.topology, self.rates)
+            packings = self.peer_packings() if packings is None else packings
+            for packing, attention in packings:
+                if attention + expert < known * (1 + ROUNDING):
+                    load_SRL = self.load_of(placement) if load_SRL is None else load_SRL
+                    yield from alternation.dealt(self, self.priced(placement, packing, load_SRL), load_SRL)
+
+    def peer_packings(self) -> list[tuple[Packing, float]]:
+        """The baselines' packings, with the attention term of each."""
+        nothing_SRL = np.zeros((self.demand.num_sequences, 1, 1), dtype=np.int32)
+        problem = self.problem(nothing_SRL)
+        return [
+            (packing, peers.least_attention(packing, self.demand.length_S, self.topology, self.rates))
+            for packing in peers.packings_beside(self.packer, problem)
+        ]
 
     def problem(
         self, load_SRL: np.ndarray, *, start: np.ndarray | None = None, seed: int | None = None, **search
@@ -173,7 +214,7 @@ class _Search:
         )
         return _Candidate(placement=placement, packing=packing, evaluation=evaluation)
 
-    def report(self, best: _Candidate, baseline: _Candidate) -> Plan:
+    def report(self, best: _Candidate, baseline: _Candidate, moves: Mapping[str, float] = NO_MOVES) -> Plan:
         """The plan, with everything that it says about itself."""
         planner = self.planner
         limits = bounds.plan_bounds(
@@ -181,6 +222,9 @@ class _Search:
         )
         rows = min(self.certificate.num_microbatches, best.packing.num_microbatches)
         parts = best.evaluation.parts("planned") | baseline.evaluation.parts("baseline")
+        if not isinstance(planner.links, FreeLinks):
+            parts |= self.traffic(best, "planned") | self.traffic(baseline, "baseline")
+            parts["planned.nodes_per_group"] = float(nodes_per_group(self.topology))
         return Plan(
             topology=self.topology,
             placement=best.placement,
@@ -195,15 +239,22 @@ class _Search:
                 num_microbatches=rows, lower_bound=self.certificate.lower_bound, method=self.certificate.method
             ),
             baseline_microbatches=baseline.packing.num_microbatches,
+            rules=self.packer.rules,
             unit=self.rates.unit,
-            cost=self.rates.as_dict() | planner.cost_model.as_dict(),
-            parts=parts | {f"bound.{name}": value for name, value in limits.items()},
+            cost=self.rates.as_dict() | planner.cost_model.as_dict() | {"links": planner.links.as_dict()},
+            parts={**parts, **moves} | {f"bound.{name}": value for name, value in limits.items()},
             seed=planner.seed,
             budget=self.budget(),
             plan_seconds=time.monotonic() - self.started,
             demand_digest=self.demand.digest,
             versions=versions(),
         )
+
+    def traffic(self, candidate: _Candidate, name: str) -> dict[str, float]:
+        """What goes over links, for a plan's ``parts``."""
+        packing = candidate.packing
+        load_CRL = cost.sums_by(packing.cell_of_S, self.load_of(candidate.placement), packing.num_cells)
+        return traffic_of(load_CRL, self.topology).parts(name, self.planner.links.bytes_per_row)
 
     def budget(self) -> dict[str, float | int]:
         """What limited the search."""

@@ -16,8 +16,8 @@ from routepack.errors import TraceError
 def id_dtype(num_experts: int) -> np.dtype:
     """The dtype of recorded expert ids, chosen from the number of experts, never from the data.
 
-    >>> [str(id_dtype(n)) for n in (256, 257, 32_768, 32_769)]
-    ['uint8', 'int16', 'int16', 'int32']
+    >>> " ".join(str(id_dtype(num_experts)) for num_experts in (256, 257, 32_768, 32_769))
+    'uint8 int16 int16 int32'
     """
     if num_experts <= 256:
         return np.dtype(np.uint8)

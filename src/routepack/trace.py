@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,16 @@ from safetensors.numpy import save_file
 
 from routepack.errors import RoutePackError, TraceError
 from routepack.files import atomic_path
-from routepack.types import Certificate, ExpertPlacement, Packing, Plan, RolloutBatch, RoutingDemand, Topology
+from routepack.types import (
+    Certificate,
+    ExpertPlacement,
+    Packing,
+    PackingRules,
+    Plan,
+    RolloutBatch,
+    RoutingDemand,
+    Topology,
+)
 
 TRACE, DEMAND, PLAN = "routepack.trace/1", "routepack.demand/1", "routepack.plan/1"
 _TRACE_TENSORS = ("routed_experts", "cu_seqlens", "num_tokens", "layer_ids", "valid", "group_ids")
@@ -148,6 +158,7 @@ def load_plan(path: str | Path) -> Plan:
             ),
             length_S=tensors["length"],
             certificate=Certificate(**header.pop("certificate")),
+            rules=PackingRules(**header.pop("rules", {})),
             **header,
         )
     except RoutePackError:
@@ -169,6 +180,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
         "topology": dict(vars_of(plan.topology)),
         "num_microbatches": plan.num_microbatches,
         "certificate": {k: getattr(certificate, k) for k in ("num_microbatches", "lower_bound", "method")},
+        "rules": asdict(plan.rules),
         **{name: _plain(getattr(plan, name)) for name in _PLAN_SCALARS},
     }
     _write(path, tensors, {"format": PLAN, "plan": json.dumps(header)})

@@ -11,7 +11,7 @@ All arrays are numpy: planning never needs torch, and ``torch.from_numpy`` share
 memory where the trainer does. A constructor also takes CPU torch tensors.
 """
 
-from routepack.planned import SYNCS, Certificate, ExpertPlacement, Packing, Plan, Sync, Topology
+from routepack.planned import SYNCS, Certificate, ExpertPlacement, Packing, PackingRules, Plan, Sync, Topology
 from routepack.recorded import RolloutBatch, RoutingDemand, id_dtype
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Certificate",
     "ExpertPlacement",
     "Packing",
+    "PackingRules",
     "Plan",
     "RolloutBatch",
     "RoutingDemand",

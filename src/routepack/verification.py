@@ -82,12 +82,13 @@ def _prices(plan: Plan, demand: RoutingDemand) -> Iterator[str]:
     if not _close(plan.value, value):
         yield f"the plan is worth {value!r} under its rates and sync={plan.sync}, not {plan.value!r}."
     identity_LE = np.tile(np.arange(demand.num_experts) // slots, (demand.num_layers, 1))
-    cell_S = _first_fit(demand.length_S, plan.max_tokens, plan.topology.data_parallel_degree)
+    cell_S = _first_fit(demand.length_S, plan)
     if cell_S is not None:
         baseline = _value(plan, demand, cell_S, identity_LE)
         if not _close(plan.baseline_value, baseline):
             yield f"identity placement and first-fit packing are worth {baseline!r}, not {plan.baseline_value!r}."
-    if plan.value > plan.baseline_value * (1 + TOLERANCE):
+    # First fit gives ranks unequal numbers of sequences; under that rule it is a comparison, not a plan to fall back on.
+    if plan.value > plan.baseline_value * (1 + TOLERANCE) and not plan.rules.equal_sequences:
         yield f"the plan ({plan.value!r}) is worse than its baseline ({plan.baseline_value!r})."
     yield from _normalisation(plan, demand)
 
@@ -133,27 +134,51 @@ def _value(plan: Plan, demand: RoutingDemand, cell_S: np.ndarray, rank_LE: np.nd
     work_IS, onto = _work(plan, demand), np.eye(plan.topology.expert_parallel_degree, dtype=np.int64)[rank_LE]
     group_cost, total = np.zeros(ranks // width), 0.0
     for m in range(int(cell_S.max()) // ranks + 1):
-        work, peaks = [], []
+        work, peaks, links = [], [], []
         for g in range(ranks // width):
             cells = [np.flatnonzero(cell_S == m * ranks + g * width + w) for w in range(width)]
             work.append([work_IS[:, cell].sum(axis=1) for cell in cells])
             routed_LE = demand.tokens_SLE[np.concatenate(cells)].sum(axis=0, dtype=np.int64)
             peaks.append((routed_LE[:, None, :] @ onto)[:, 0].max(axis=1))
-        work_GWI, peak_GL = np.array(work), np.array(peaks)
-        cost_G = work_GWI.max(axis=1).sum(axis=1) + plan.cost["expert"] * peak_GL.sum(axis=1)
+            links.append(_links(plan, demand, cells, g, rank_LE))
+        work_GWI, peak_GL, links_GL = np.array(work), np.array(peaks), np.array(links)
+        cost_G = work_GWI.max(axis=1).sum(axis=1) + plan.cost["expert"] * peak_GL.sum(axis=1) + links_GL.sum(axis=1)
         group_cost += cost_G
         joined = work_GWI.max(axis=(0, 1)).sum() + plan.cost["expert"] * peak_GL.max(axis=0).sum()
+        joined += links_GL.max(axis=0).sum()
         total += float(joined if plan.sync == "layer" else cost_G.max())
     return float(group_cost.max()) if plan.sync == "step" else total
 
 
-def _first_fit(length_S: np.ndarray, cap: int, ranks: int) -> np.ndarray | None:
+def _links(plan: Plan, demand: RoutingDemand, cells: list[np.ndarray], group: int, rank_LE: np.ndarray) -> np.ndarray:
+    """float64 [L]: what the busiest rank's links cost in one unit, inside its node and across nodes."""
+    inside, across = plan.cost.get("inside", 0.0), plan.cost.get("across", 0.0)
+    ranks, shared = plan.topology.expert_parallel_degree, plan.topology.model_parallel_degree
+    layers = len(rank_LE)
+    if ranks == 1 or not (inside or across):
+        return np.zeros(layers)
+    out, received = np.zeros((2, ranks, layers)), np.zeros((2, ranks, layers))
+    first = group * ranks
+    for sender in range(ranks):
+        rows_LE = demand.tokens_SLE[cells[sender // shared]].sum(axis=0, dtype=np.int64) / shared
+        for target in range(ranks):
+            rows_L = np.where(rank_LE == target, rows_LE, 0.0).sum(axis=1)
+            far = (first + sender) // plan.topology.ranks_per_node != (first + target) // plan.topology.ranks_per_node
+            if sender != target:
+                out[int(far), sender] += rows_L
+                received[int(far), target] += rows_L
+    near_L, far_L = np.maximum(out.max(axis=1), received.max(axis=1))
+    return inside * near_L + across * far_L
+
+
+def _first_fit(length_S: np.ndarray, plan: Plan) -> np.ndarray | None:
     """First-fit decreasing; empty cells take the longest sequence of the fullest cell with more than one."""
+    cap, ranks = plan.max_tokens, plan.topology.data_parallel_degree
     cell_S, tokens = np.empty(len(length_S), dtype=np.int64), np.zeros(len(length_S), dtype=np.int64)
     for s in sorted(range(len(length_S)), key=lambda s: (-length_S[s], s)):
         cell_S[s] = np.argmax(tokens + length_S[s] <= cap)
         tokens[cell_S[s]] += length_S[s]
-    num_cells = -(-int(cell_S.max() + 1) // ranks) * ranks
+    num_cells = _asked(plan, -(-int(cell_S.max() + 1) // ranks)) * ranks
     if num_cells > len(length_S):
         return None
     for empty in range(int(cell_S.max()) + 1, num_cells):
@@ -206,10 +231,62 @@ def _attention(work_S: np.ndarray, length_S: np.ndarray, width: int, cap: int) -
 def _rows(plan: Plan, demand: RoutingDemand) -> Iterator[str]:
     certificate, ranks = plan.certificate, plan.topology.data_parallel_degree
     bins = max(_bins_needed(demand.length_S, plan.max_tokens, a) for a in {0, *demand.length_S.tolist()})
-    if certificate.lower_bound > -(-bins // ranks):
-        yield f"{certificate.lower_bound} microbatches are claimed to be needed; only {-(-bins // ranks)} are shown to be."
+    needed = _asked(plan, -(-bins // ranks))
+    while needed < certificate.lower_bound and _fits(demand.length_S, plan.max_tokens, needed * ranks) is False:
+        needed = _asked(plan, needed + 1)
+    if certificate.lower_bound > needed:
+        yield f"{certificate.lower_bound} microbatches are claimed to be needed; only {needed} are shown to be."
+    if plan.num_microbatches != _asked(plan, plan.num_microbatches):
+        yield (
+            f"{plan.num_microbatches} microbatches are fewer than min_microbatches={plan.rules.min_microbatches}, or no "
+            f"multiple of microbatch_multiple={plan.rules.microbatch_multiple}."
+        )
+    if plan.rules.equal_sequences:
+        held = [0] * ranks
+        for cell in plan.packing.cell_of_S.tolist():
+            held[cell % ranks] += 1
+        if max(held) - min(held) > plan.rules.sequence_skew:
+            yield f"ranks get {min(held)} to {max(held)} sequences; at most {plan.rules.sequence_skew} apart are asked for."
     if not certificate.lower_bound <= certificate.num_microbatches <= plan.num_microbatches:
         yield f"the certificate ({certificate}) does not fit the plan's {plan.num_microbatches} microbatches."
+
+
+def _asked(plan: Plan, rows: int) -> int:
+    """The fewest microbatches, of so many or more, that the plan's rules allow."""
+    rows = max(rows, plan.rules.min_microbatches)
+    return next(m for m in range(rows, rows + plan.rules.microbatch_multiple) if m % plan.rules.microbatch_multiple == 0)
+
+
+def _fits(length_S: np.ndarray, cap: int, bins: int, tries: int = 300_000) -> bool | None:
+    """Whether the sequences fit into so many bins, by trying every bin of another filling; None after so many tries."""
+    lengths, left = sorted(length_S.tolist(), reverse=True), [tries]
+    after = [sum(lengths[i:]) for i in range(len(lengths) + 1)]
+    impossible: set[tuple[int, tuple[int, ...]]] = set()
+
+    def place(i: int, rooms: tuple[int, ...]) -> bool | None:
+        if i == len(lengths):
+            return True
+        usable = sum(room for room in rooms if room >= lengths[-1])
+        if after[i] > usable or (i, rooms) in impossible:
+            return False
+        undecided = False
+        for room in sorted({room for room in rooms if room >= lengths[i]}):
+            left[0] -= 1
+            if left[0] < 0:
+                return None
+            rest = list(rooms)
+            rest[rest.index(room)] -= lengths[i]
+            answer = place(i + 1, tuple(sorted(rest)))
+            if answer:
+                return True
+            undecided |= answer is None
+        if not undecided:
+            impossible.add((i, rooms))
+        return None if undecided else False
+
+    if len(lengths) > 500:  # Deeper than Python recurses, and larger than trying can settle.
+        return None
+    return place(0, (cap,) * bins)
 
 
 def _bins_needed(length_S: np.ndarray, cap: int, least: int) -> int:

@@ -10,7 +10,7 @@ from routepack.cost import CostRates
 from routepack.errors import ConfigError, InfeasibleError, PlanError
 from routepack.solvers import greedy
 from routepack.testing import check_packer
-from routepack.types import Topology
+from routepack.types import SYNCS, Topology
 
 
 def problem(packer, length_S, *, data=2, ranks=2, seed=0):
@@ -156,3 +156,74 @@ def test_a_packer_that_finds_no_room_gets_one_microbatch_more():
 def test_a_packer_that_never_finds_room_is_named():
     with pytest.raises(PlanError, match=r"Always left sequence 0 .* fill no more than"):
         Always(max_tokens=16, cells=(-1, 0, 1, 2)).pack(problem(Always(max_tokens=16), [8, 9, 2, 3]))
+
+
+EQUAL = {"equal_sequences": True}
+TWO_RANKS = Topology(data_parallel_degree=2, expert_parallel_degree=1)
+
+
+@pytest.mark.parametrize("packer_class", [FirstFitPacker, LongestFirst, AttentionAwarePacker])
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=4, max_size=40), data=st.sampled_from([2, 4]), skew=st.sampled_from([0, 1])
+)
+def test_equal_sequences_are_kept_by_every_packer(packer_class, lengths, data, skew):
+    packer = packer_class(max_tokens=60, sequence_skew=skew, **EQUAL)
+    try:
+        given_problem = problem(packer, lengths, data=data, ranks=1)
+    except InfeasibleError:
+        reject()
+    packing = packer.pack(given_problem)
+    assert np.ptp(np.bincount(packing.cell_of_S % data, minlength=data)) <= skew
+    assert max(sum(lengths[s] for s in sequences) for sequences in packing.cells()) <= 60
+
+
+def test_packers_alone_do_not_keep_equal_sequences():
+    # What the test above would miss without the rule: first fit leaves ranks with unequal numbers.
+    packer = FirstFitPacker(max_tokens=60)
+    packing = packer.pack(problem(packer, [50, 50, *[5] * 10], data=2))
+    assert np.ptp(np.bincount(packing.cell_of_S % 2)) > 0
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_annealing_under_equal_sequences_improves_on_its_start_without_repair(sync, monkeypatch):
+    packer = AttentionAwarePacker(max_tokens=600, **EQUAL)
+    length_S = np.random.default_rng(0).integers(5, 200, 64)
+    given_problem = replace(problem(packer, length_S, data=4), sync=sync, num_proposals=20_000)
+    start = packer._start(given_problem)
+    found = packer.assign(given_problem)
+    assert np.ptp(np.bincount(found % 4)) == 0
+    assert (np.bincount(found) == np.bincount(start)).all()
+    assert (found != start).mean() > 0.3
+
+
+def test_equal_sequences_take_a_microbatch_more_where_it_needs_one():
+    # One microbatch holds 10 and 1 + 1 + 1; two sequences each take two, as ten and one do not share a cell of 10.
+    certificate, cell_of_S = FirstFitPacker(max_tokens=10, **EQUAL).certify(np.array([10, 1, 1, 1]), TWO_RANKS)
+    assert (certificate.num_microbatches, certificate.lower_bound) == (2, 1)
+    assert np.bincount(cell_of_S % 2).tolist() == [2, 2]
+
+
+def test_equal_sequences_that_no_packing_allows_are_refused():
+    # Three each in two microbatches: the third of the long sequences would have to share its cell.
+    packer = FirstFitPacker(max_tokens=10, microbatch_multiple=2, **EQUAL)
+    with pytest.raises(InfeasibleError, match=r"equal_sequences=True: found no packing of the 6 .* under packer.max_tokens=10"):
+        packer.certify(np.array([10, 10, 10, 1, 1, 1]), TWO_RANKS)
+
+
+def test_a_packer_that_makes_too_few_microbatches_for_the_rules_is_named():
+    packer = Always(max_tokens=100, cells=(0, 1, 0, 1), min_microbatches=2)
+    with pytest.raises(PlanError, match=r"Always made 1 microbatches; packer.min_microbatches=2"):
+        packer.pack(problem(packer, [8, 9, 2, 3]))
+
+
+def test_cp_sat_without_ortools_is_refused_when_asked_for(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert FirstFitPacker(max_tokens=10).certify_seconds == 0
+    with pytest.raises(ConfigError, match=r"packer.certify_seconds=1.0 asks CP-SAT, and ortools is not installed"):
+        FirstFitPacker(max_tokens=10, certify_seconds=1.0)
+
+
+@pytest.mark.parametrize("options", [{"certify_steps": -1}, {"certify_seconds": -0.5}])
+def test_budgets_below_zero_are_refused(options):
+    with pytest.raises(ConfigError, match=f"packer.{next(iter(options))}"):
+        FirstFitPacker(max_tokens=10, **options)

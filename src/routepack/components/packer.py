@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, final
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from routepack.cost import CostRates, num_packed_groups, ranks_per_group
 from routepack.errors import ConfigError, InfeasibleError, PlanError
-from routepack.types import Certificate, Packing, Sync, Topology
+from routepack.types import Certificate, Packing, PackingRules, Sync, Topology
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,6 +64,18 @@ class Packer(ABC):
 
     max_tokens: int
     """Tokens that one cell may hold."""
+    min_microbatches: int = 1
+    """Microbatches that there must be at least, as a pipeline needs to fill its stages."""
+    microbatch_multiple: int = 1
+    """Their number must be a multiple of this, as interleaved pipeline schedules need."""
+    equal_sequences: bool = False
+    """Every DP rank gets S / W sequences over the window, as stacks need that split a batch evenly. Cells may differ."""
+    sequence_skew: int = 0
+    """By how much ranks may differ under ``equal_sequences``: 1 serves windows that W does not divide."""
+    certify_steps: int = 100_000_000
+    """How far bin completion searches where bound and packing differ: looks at a length, about 1 ns each; 0: not at all."""
+    certify_seconds: float = 0.0
+    """How far CP-SAT (extra ``certify``) searches where that ends undecided: seconds of its deterministic clock."""
 
     improves: ClassVar[bool] = False
     """Whether :meth:`assign` starts from ``start_cell_of_S``, so that packing again after a refined placement pays."""
@@ -70,6 +83,25 @@ class Packer(ABC):
     def __post_init__(self) -> None:
         if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int | np.integer) or self.max_tokens < 1:
             raise ConfigError(f"packer.max_tokens={self.max_tokens!r} must be a whole number of at least 1.")
+        for name in ("certify_steps", "certify_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"packer.{name}={getattr(self, name)!r} must be at least 0.")
+        if self.certify_seconds and importlib.util.find_spec("ortools") is None:
+            raise ConfigError(
+                f"packer.certify_seconds={self.certify_seconds} asks CP-SAT, and ortools is not installed: "
+                "pip install 'routepack[certify]', or set certify_seconds=0."
+            )
+        _ = self.rules
+
+    @property
+    def rules(self) -> PackingRules:
+        """What is asked of the microbatches beyond the cap."""
+        return PackingRules(
+            min_microbatches=self.min_microbatches,
+            microbatch_multiple=self.microbatch_multiple,
+            equal_sequences=self.equal_sequences,
+            sequence_skew=self.sequence_skew,
+        )
 
     @abstractmethod
     def assign(self, problem: PackingProblem) -> np.ndarray:
@@ -86,11 +118,29 @@ class Packer(ABC):
     def certify(self, length_S: np.ndarray, topology: Topology, *, seed: int = 0) -> tuple[Certificate, np.ndarray]:
         """The fewest microbatches found, what proves it, and a legal packing with them.
 
-        Raises InfeasibleError for a sequence longer than the cap, or too few sequences to fill every cell.
+        Raises InfeasibleError for a sequence longer than the cap, too few sequences to fill every cell, or a number
+        of sequences that cannot be dealt equally where that is asked for.
         """
         from routepack.solvers import rows
 
         ranks = topology.data_parallel_degree
+        self._check_window(length_S, ranks)
+        certificate, cell_of_S = rows.certify_rows(
+            length_S,
+            self.max_tokens,
+            ranks,
+            seed=seed,
+            rules=self.rules,
+            steps=self.certify_steps,
+            cp_sat_seconds=self.certify_seconds,
+        )
+        if certificate.num_microbatches * ranks > len(length_S):
+            raise InfeasibleError(self._too_few(certificate, len(length_S), ranks))
+        if self.rules.counts_allowed(cell_of_S, ranks):
+            return certificate, cell_of_S
+        return self._certify_equal(certificate, cell_of_S, length_S, ranks)
+
+    def _check_window(self, length_S: np.ndarray, ranks: int) -> None:
         if len(length_S) < ranks:
             raise InfeasibleError(
                 f"topology.data_parallel_degree={ranks} ranks need a sequence each; the window has {len(length_S)}: "
@@ -102,34 +152,90 @@ class Packer(ABC):
                 f"packer.max_tokens={self.max_tokens} is shorter than sequence {longest} ({length_S[longest]} tokens): "
                 "raise it, or drop long sequences first."
             )
-        certificate, cell_of_S = rows.certify_rows(length_S, self.max_tokens, ranks, seed=seed)
-        if certificate.num_microbatches * ranks > len(length_S):
+        if self.equal_sequences and not self.sequence_skew and len(length_S) % ranks:
             raise InfeasibleError(
-                f"packer.max_tokens={self.max_tokens} needs {certificate.num_microbatches} microbatches, so "
-                f"{certificate.num_microbatches * ranks} cells on {ranks} ranks, and the window has only {len(length_S)} "
-                "sequences to fill them: raise max_tokens, or use fewer ranks."
+                f"packer.equal_sequences=True needs a multiple of the {ranks} ranks of topology.data_parallel_degree; the "
+                f"window has {len(length_S)} sequences: gather {-len(length_S) % ranks} more, drop {len(length_S) % ranks}, or "
+                "set packer.sequence_skew=1."
             )
-        return certificate, cell_of_S
+
+    def _too_few(self, certificate: Certificate, sequences: int, ranks: int) -> str:
+        rows, rules = certificate.num_microbatches, self.rules
+        asked = [f"packer.{name}={value}" for name, value in asdict(rules).items() if value > 1 and "microbatch" in name]
+        known = "" if certificate.certified else f" ({certificate.lower_bound} might do: raise packer.certify_steps to know)"
+        return (
+            f"{' with '.join([f'packer.max_tokens={self.max_tokens}', *asked])} needs {rows} microbatches{known}, so "
+            f"{rows * ranks} cells on {ranks} ranks, and the window has only {sequences} sequences to fill them: raise "
+            f"max_tokens, {'lower ' + asked[-1].split('=')[0] + ', ' if asked else ''}or use fewer ranks."
+        )
+
+    def _certify_equal(
+        self, certificate: Certificate, cell_of_S: np.ndarray, length_S: np.ndarray, ranks: int
+    ) -> tuple[Certificate, np.ndarray]:
+        """The same with ranks' numbers of sequences as the rules ask, in more microbatches where it takes them."""
+        from routepack.solvers import greedy
+
+        rows = certificate.num_microbatches
+        while rows * ranks <= len(length_S):
+            filled = greedy.fill_empty(cell_of_S, length_S, rows * ranks)
+            if (equal := self._equalized(filled, length_S, ranks)) is not None:
+                return replace(certificate, num_microbatches=rows), equal
+            rows = self.rules.allowed(rows + 1)
+        raise InfeasibleError(
+            f"packer.equal_sequences=True: found no packing of the {len(length_S)} sequences under packer.max_tokens="
+            f"{self.max_tokens} with numbers of sequences at most sequence_skew={self.sequence_skew} apart on {ranks} ranks: "
+            "raise max_tokens or sequence_skew."
+        )
+
+    def _equalized(self, cell_of_S: np.ndarray, length_S: np.ndarray, ranks: int) -> np.ndarray | None:
+        """The packing as the rules on ranks' numbers of sequences want it; None where none was found."""
+        from routepack.solvers import equal
+
+        if self.rules.counts_allowed(cell_of_S, ranks):
+            return cell_of_S
+        limits = {"max_tokens": self.max_tokens, "num_ranks": ranks, "skew": self.sequence_skew}
+        return equal.equalized(cell_of_S, length_S, **limits)
 
     @final
     def pack(self, problem: PackingProblem) -> Packing:
-        """The packing, checked. Raises PlanError naming the packer, the cell, its tokens and the cap."""
+        """The packing, checked.
+
+        Where ``equal_sequences`` asks for it, sequences move between ranks until their numbers agree; a packing that
+        cannot be evened out is replaced by ``problem.feasible_cell_of_S``.
+        Raises PlanError naming the packer, the cell, its tokens and the cap.
+        """
         cell_of_S = self._assigned(problem)
         while cell_of_S.min() < 0:
             problem = self._roomier(problem, cell_of_S)
             cell_of_S = self._assigned(problem)
         ranks = problem.topology.data_parallel_degree
-        tokens_C = np.bincount(cell_of_S, problem.length_S).astype(np.int64)
-        cell = int(tokens_C.argmax())
+        self._check_cells(cell_of_S, problem.length_S, ranks)
+        try:
+            packing = Packing(
+                cell_of_S=cell_of_S, num_microbatches=-(-int(cell_of_S.max() + 1) // ranks), data_parallel_degree=ranks
+            )
+        except PlanError as error:
+            raise PlanError(f"{type(self).__name__}: {error}") from error
+        if self.rules.counts_allowed(cell_of_S, ranks):
+            return packing
+        equal = self._equalized(cell_of_S, problem.length_S, ranks)
+        cell_of_S = problem.feasible_cell_of_S if equal is None else equal
+        rows = -(-int(cell_of_S.max() + 1) // ranks)
+        return Packing(cell_of_S=cell_of_S, num_microbatches=rows, data_parallel_degree=ranks)
+
+    def _check_cells(self, cell_of_S: np.ndarray, length_S: np.ndarray, ranks: int) -> None:
+        tokens_C = np.bincount(cell_of_S, length_S).astype(np.int64)
+        cell, rows = int(tokens_C.argmax()), -(-len(tokens_C) // ranks)
         if tokens_C[cell] > self.max_tokens:
             raise PlanError(
                 f"{type(self).__name__} put {tokens_C[cell]} tokens into cell {cell} (microbatch {cell // ranks}, rank "
                 f"{cell % ranks}); packer.max_tokens={self.max_tokens} is the cap."
             )
-        try:
-            return Packing(cell_of_S=cell_of_S, num_microbatches=-(-len(tokens_C) // ranks), data_parallel_degree=ranks)
-        except PlanError as error:
-            raise PlanError(f"{type(self).__name__}: {error}") from error
+        if rows != self.rules.allowed(rows):
+            raise PlanError(
+                f"{type(self).__name__} made {rows} microbatches; packer.min_microbatches={self.min_microbatches} and "
+                f"packer.microbatch_multiple={self.microbatch_multiple} ask for {self.rules.allowed(rows)}."
+            )
 
     def _assigned(self, problem: PackingProblem) -> np.ndarray:
         cell_of_S = np.asarray(self.assign(problem))
@@ -144,16 +250,19 @@ class Packer(ABC):
         """The same problem with one microbatch more, where there are sequences enough to fill it."""
         from routepack.solvers import greedy
 
-        s, num_cells = int(cell_of_S.argmin()), problem.num_cells + problem.topology.data_parallel_degree
+        s, rows = int(cell_of_S.argmin()), self.rules.allowed(problem.num_microbatches + 1)
+        num_cells = rows * problem.topology.data_parallel_degree
         if cell_of_S[s] < -1 or num_cells > len(cell_of_S):
             raise PlanError(
                 f"{type(self).__name__} left sequence {s} ({problem.length_S[s]} tokens) in cell {cell_of_S[s]}: cells start "
                 f"at 0, and {len(cell_of_S)} sequences fill no more than {problem.num_microbatches} microbatches."
             )
+        filled = greedy.fill_empty(problem.feasible_cell_of_S, problem.length_S, num_cells)
+        feasible = self._equalized(filled, problem.length_S, problem.topology.data_parallel_degree)
         return replace(
             problem,
-            num_microbatches=problem.num_microbatches + 1,
-            feasible_cell_of_S=greedy.fill_empty(problem.feasible_cell_of_S, problem.length_S, num_cells),
+            num_microbatches=rows,
+            feasible_cell_of_S=problem.feasible_cell_of_S if feasible is None else feasible,
             start_cell_of_S=None,
         )
 
@@ -173,7 +282,7 @@ class FirstFitPacker(Packer):
         order_S = np.argsort(-problem.length_S, kind="stable")
         cell_of_S, used = greedy.first_fit(problem.length_S, self.max_tokens, order_S=order_S)
         ranks = problem.topology.data_parallel_degree
-        rows = -(-used // ranks)
+        rows = self.rules.allowed(-(-used // ranks))
         if rows * ranks > len(cell_of_S):
             return problem.feasible_cell_of_S
         return greedy.fill_empty(cell_of_S, problem.length_S, rows * ranks)
@@ -226,6 +335,7 @@ class AttentionAwarePacker(Packer):
             "num_cells": problem.num_cells,
             "cells_per_unit": ranks_per_group(problem.topology),
             "num_groups": num_packed_groups(problem.topology),
+            "only_swaps": self.equal_sequences,
         }
         if problem.sync == "step" or figures["num_groups"] == 1:
             return Layout(**figures)
@@ -238,4 +348,7 @@ class AttentionAwarePacker(Packer):
             return problem.start_cell_of_S
         length_S = problem.length_S
         cell_of_S = greedy.longest_first(length_S, problem.num_cells, length_S=length_S, max_tokens=self.max_tokens)
-        return problem.feasible_cell_of_S if (cell_of_S < 0).any() else cell_of_S
+        if (cell_of_S < 0).any():
+            return problem.feasible_cell_of_S
+        equal = self._equalized(cell_of_S, length_S, problem.topology.data_parallel_degree)
+        return problem.feasible_cell_of_S if equal is None else equal

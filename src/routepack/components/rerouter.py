@@ -8,8 +8,9 @@ from typing import ClassVar, final
 
 import numpy as np
 
+from routepack.cost import CostRates
 from routepack.errors import PlanError, RoutePackError
-from routepack.types import ExpertPlacement, RoutingDemand, Topology
+from routepack.types import ExpertPlacement, Packing, RoutingDemand, Sync, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,10 @@ class Rerouter(ABC):
     def assign(self, tokens_LE: np.ndarray, num_ranks: int) -> np.ndarray:
         """int [L, P]: ``physical_to_logical_LP``, given the routed rows of each expert (int64 [L, E])."""
 
+    def assign_on(self, tokens_LE: np.ndarray, topology: Topology) -> np.ndarray:
+        """The same for a rerouter that looks at nodes: override it where :meth:`assign` needs to know more than R."""
+        return self.assign(tokens_LE, topology.expert_parallel_degree)
+
     @final
     def place(self, tokens_LE: np.ndarray, topology: Topology) -> ExpertPlacement:
         """The placement for a window, checked.
@@ -31,7 +36,7 @@ class Rerouter(ABC):
         anything but one permutation of the experts per layer.
         """
         topology.slots_per_rank(tokens_LE.shape[1])
-        slots_LP = self.assign(tokens_LE.copy(), topology.expert_parallel_degree)
+        slots_LP = self.assign_on(tokens_LE.copy(), topology)
         return self._checked(slots_LP, tokens_LE.shape)
 
     @final
@@ -79,6 +84,39 @@ class Rerouter(ABC):
     ) -> np.ndarray:
         """int [L, P]: a placement at a temperature, for a search that cools it and the packing together. As refined."""
         return self.refine(slots_LP, demand, unit_of_S, num_ranks, joined_units)
+
+    @final
+    def near_placement(
+        self,
+        placement: ExpertPlacement,
+        demand: RoutingDemand,
+        packing: Packing,
+        topology: Topology,
+        rates: CostRates,
+        sync: Sync,
+    ) -> ExpertPlacement:
+        """The placement, refined for what links cost now that every sequence has its cell, checked like :meth:`place`."""
+        slots_LP = self.bring_near(placement.physical_to_logical_LP, demand, packing, topology, rates, sync)
+        return self._checked(slots_LP, demand.tokens_LE.shape)
+
+    @final
+    def gathered_placement(self, demand: RoutingDemand, topology: Topology) -> ExpertPlacement | None:
+        """A placement that puts together what the same sequences use, to start from; checked like :meth:`place`."""
+        slots_LP = self.gather(demand, topology)
+        return None if slots_LP is None else self._checked(slots_LP, demand.tokens_LE.shape)
+
+    def gather(self, demand: RoutingDemand, topology: Topology) -> np.ndarray | None:
+        """int [L, P]: such a placement, asked for only where links cost something. None unless overridden."""
+        return None
+
+    def bring_near(
+        self, slots_LP: np.ndarray, demand: RoutingDemand, packing: Packing, topology: Topology, rates: CostRates, sync: Sync
+    ) -> np.ndarray:
+        """int [L, P]: a placement that weighs balance against traffic, starting from one. Keeps it unless overridden.
+
+        Asked only where the rates say that links cost something.
+        """
+        return slots_LP
 
     def _checked(self, slots_LP: np.ndarray, shape: tuple[int, int]) -> ExpertPlacement:
         name = type(self).__name__

@@ -36,10 +36,15 @@ class Layout:
     """A packing under way, with every figure of the objective kept beside it.
 
     Sequences are held longest first, so that near neighbours are of near length and lie near in memory;
-    after the last comes an empty one, with which a move is a swap.
+    after the last comes an empty one, with which a move is a swap. With *only_swaps* nothing moves alone, so that
+    every cell keeps its number of sequences.
     """
 
-    def __init__(self, *, cell_of_S, length_S, load_SRL, weights: Weights, max_tokens, num_cells, cells_per_unit, num_groups):
+    def __init__(
+        self, *, cell_of_S, length_S, load_SRL, weights: Weights, max_tokens, num_cells, cells_per_unit, num_groups,
+        only_swaps=False,
+    ):  # fmt: skip
+        self.only_swaps = only_swaps
         self.order_S = np.argsort(-length_S, kind="stable")
         with_nobody = np.append(self.order_S, 0)
         self.length_S, self.load_SRL, self.cost_SI = length_S[with_nobody], load_SRL[with_nobody], weights.cost_SI[with_nobody]
@@ -64,6 +69,9 @@ class Layout:
         self.cell_of_S = np.array(cell_of_S, dtype=np.int64)
         self.tokens_C = np.bincount(self.cell_of_S, self.length_S[:-1], self.num_cells).astype(np.int64)
         self.count_C = np.bincount(self.cell_of_S, minlength=self.num_cells)
+        if self.only_swaps:
+            # A cell's last sequence never moves, and so the kernels take every sequence for its cell's last.
+            self.count_C[:] = 1
         self.cost_CI = np.zeros((self.num_cells, self.cost_SI.shape[1]), dtype=np.int64)
         np.add.at(self.cost_CI, self.cell_of_S, self.cost_SI[:-1])
         by_cell = np.argsort(self.cell_of_S, kind="stable")

@@ -67,3 +67,37 @@ def _unit_load(tokens_SLE, by_unit, unit_of_S, load_LEU):
         for e in range(experts):
             for u in range(load_ULE.shape[0]):
                 load_LEU[layer, e, u] = load_ULE[u, layer, e]
+
+
+def node_copies(
+    routed_experts_TLK: np.ndarray, cu_seqlens: np.ndarray, node_of_LE: np.ndarray, valid_T: np.ndarray | None = None
+) -> np.ndarray:
+    """int32 [S, L, n]: tokens of each sequence that have at least one expert on each node.
+
+    What a dispatcher sends that copies a token to a node once, however many of its experts are there: exact, where
+    counts alone bound it by the rows (and by the tokens) from above.
+
+    >>> node_copies(np.array([[[0, 1]], [[1, 3]]]), np.array([0, 2]), np.array([[0, 0, 1, 1]])).tolist()
+    [[[2, 1]]]
+    """
+    valid_T = np.ones(len(routed_experts_TLK), dtype=np.bool_) if valid_T is None else valid_T
+    nodes = int(node_of_LE.max()) + 1
+    copies_SLn = np.zeros((len(cu_seqlens) - 1, routed_experts_TLK.shape[1], nodes), dtype=np.int32)
+    ids_TLK = np.ascontiguousarray(routed_experts_TLK)
+    _node_copies(ids_TLK, np.asarray(cu_seqlens), np.asarray(node_of_LE, dtype=np.int64), valid_T, copies_SLn)
+    return copies_SLn
+
+
+@njit(nogil=True, cache=True)
+def _node_copies(ids_TLK, cu_seqlens, node_of_LE, valid_T, copies_SLn):
+    _, layers, top_k = ids_TLK.shape
+    for s in range(copies_SLn.shape[0]):
+        for t in range(cu_seqlens[s], cu_seqlens[s + 1]):
+            if not valid_T[t]:
+                continue
+            for layer in range(layers):
+                for k in range(top_k):
+                    node, before = node_of_LE[layer, ids_TLK[t, layer, k]], False
+                    for earlier in range(k):
+                        before |= node_of_LE[layer, ids_TLK[t, layer, earlier]] == node
+                    copies_SLn[s, layer, node] += not before

@@ -127,22 +127,25 @@ def slots_of_ranks(rank_of_LE: np.ndarray) -> np.ndarray:
     return np.argsort(rank_of_LE, axis=1, kind="stable").astype(np.int32)
 
 
-def keep_in_place(slots_LP: np.ndarray, previous_LP: np.ndarray, num_ranks: int) -> np.ndarray:
+def keep_in_place(slots_LP: np.ndarray, previous_LP: np.ndarray, num_ranks: int, *, num_nodes: int = 1) -> np.ndarray:
     """int32 [L, P]: the same experts together, ranks numbered and slots filled so that few experts move.
 
-    Ranks are matched to the previous ones by the experts they share (Hungarian method); an expert that
-    stays on its rank keeps its slot.
+    Ranks are matched to the previous ones by the experts they share (Hungarian method), within each of *num_nodes*
+    equal blocks of ranks; an expert that stays on its rank keeps its slot.
 
     >>> keep_in_place(np.array([[2, 3, 0, 1]]), np.array([[0, 1, 2, 3]]), 2)
     array([[0, 1, 2, 3]], dtype=int32)
     """
     kept_LP = np.empty(slots_LP.shape, dtype=np.int32)
+    node_of_R = np.arange(num_ranks) // (num_ranks // num_nodes)
+    # Worse than all that could be shared.
+    elsewhere_RR = np.where(node_of_R[:, None] == node_of_R, 0, -2 * slots_LP.shape[1])
     for layer, (slots_P, previous_P) in enumerate(zip(slots_LP, previous_LP, strict=True)):
         new_RK, old_RK = slots_P.reshape(num_ranks, -1), previous_P.reshape(num_ranks, -1)
         rank_of_E = np.empty(slots_P.size, dtype=np.int64)
         rank_of_E[old_RK] = np.arange(num_ranks)[:, None]
         shared_RR = np.stack([np.bincount(rank_of_E[held], minlength=num_ranks) for held in new_RK])
-        _, old_of_R = linear_sum_assignment(shared_RR, maximize=True)
+        _, old_of_R = linear_sum_assignment(shared_RR + elsewhere_RR, maximize=True)
         for held_K, old in zip(new_RK, old_of_R, strict=True):
             kept_LP[layer].reshape(num_ranks, -1)[old] = _keep_slots(held_K, old_RK[old])
     return kept_LP

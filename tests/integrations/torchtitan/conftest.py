@@ -100,6 +100,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Two ranks."""
     folder = tmp_path_factory.mktemp("pair")
     checks = [
+        trains(1, "first_fit"),
+        trains(1, "planner"),
         trains(2, "first_fit"),
         trains(2, "planner"),
         trains(2, "shuffled"),
@@ -119,15 +121,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(scope="session")
 def quad(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Four ranks, two EP groups."""
-    checks = [trains(2, "first_fit"), trains(2, "planner"), ("moves", "moves_experts", {"ep": 2})]
+    """Four ranks, in two EP groups or one."""
+    both = [trains(ep, plans) for ep in (2, 4) for plans in ("first_fit", "planner")]
+    checks = [*both, ("moves", "moves_experts", {"ep": 2})]
     return launch(checks, 4, tmp_path_factory.mktemp("quad"))
-
-
-@pytest.fixture(scope="session")
-def slow_pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Two ranks without expert parallelism."""
-    return launch([trains(1, "first_fit"), trains(1, "planner")], 2, tmp_path_factory.mktemp("slow_pair"))
 
 
 @pytest.fixture(scope="session")
@@ -135,8 +132,6 @@ def slow_quad(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Four ranks in every layout that the default tests leave out."""
     hsdp = {"ep": 2, "data_parallel_replicate_degree": 2}
     checks = [
-        trains(4, "first_fit"),
-        trains(4, "planner"),
         trains(2, "shuffled"),
         ("trains padded", "trains", {"ep": 2, "plans": "shuffled", "pad_to_multiple_of": 16}),
         ("trains recomputing", "trains", {"ep": 2, "plans": "shuffled", "activation_checkpoint": "full"}),

@@ -36,6 +36,11 @@ def test_one_seed_sets_them_all():
     assert (experiment.seed, experiment.trainer.seed, experiment.planner.seed) == (7, 7, 7)
 
 
+def test_demonstrations_must_fit_a_microbatch_too():
+    with pytest.raises(ConfigError, match=r"packer.max_tokens=64 .* demonstrations up to 105"):
+        built("rollout.max_new_tokens=20", "packer.max_tokens=64")
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -50,8 +55,9 @@ def test_one_seed_sets_them_all():
         ("model.num_experts=15", "topology.expert_parallel_degree=2 does not divide the 15 experts"),
         ("topology.model_parallel_degree=2", "topology.model_parallel_degree=2"),
         ("model.vocab_size=100", "model.vocab_size=100 is less than the task's 239"),
-        ("model.max_seq_len=64", "model.max_seq_len=64 is less than .* rollout.max_new_tokens=104"),
-        ("packer.max_tokens=100", "packer.max_tokens=100 is less than .* rollout.max_new_tokens=104"),
+        ("model.max_seq_len=64", "model.max_seq_len=64 is less than .*rollout.max_new_tokens=104"),
+        ("packer.max_tokens=100", "packer.max_tokens=100 is less than .*rollout.max_new_tokens=104"),
+        ("rollout.max_new_tokens=500", "model.max_seq_len=128 is less than .*rollout.max_new_tokens=500"),
         ("rollout.rollouts_per_prompt=1", "rollout.rollouts_per_prompt=1 must be at least 2"),
         ("rollout.prompts_per_step=zero", "rollout.prompts_per_step='zero'"),
         ("warmup.batch_size=3", "3 sequences a step are fewer than topology.data_parallel_degree=4"),

@@ -28,6 +28,7 @@ SMALL = [
     "model.moe_hidden_dim=16",
     "model.num_layers=2",
     "model.num_experts=4",
+    "task.max_answer_symbols=16",
     "warmup.num_steps=2",
     "warmup.batch_size=8",
     "rl.num_steps=2",
@@ -162,10 +163,10 @@ def test_a_launcher_with_too_few_ranks_is_refused(monkeypatch):
 
 def ranks_that(tmp_path, *programs):
     logs = [tmp_path / f"rank{rank}.log" for rank in range(len(programs))]
-    ranks = [
-        subprocess.Popen([sys.executable, "-S", "-c", program], stderr=log.open("wb"))
-        for program, log in zip(programs, logs, strict=True)
-    ]
+    ranks = []
+    for program, log in zip(programs, logs, strict=True):
+        with log.open("wb") as errors:
+            ranks.append(subprocess.Popen([sys.executable, "-S", "-c", program], stderr=errors))
     return ranks, logs
 
 
@@ -186,6 +187,12 @@ def test_one_failed_rank_ends_the_wait_and_its_message_alone_is_shown(tmp_path, 
         launch.end(ranks)
     assert capsys.readouterr().err == "routepack: the cause.\n"
     assert ranks[2].returncode == -signal.SIGTERM
+
+
+def test_the_rank_with_the_cause_is_shown_before_one_that_only_heard_of_it(tmp_path, capsys):
+    heard = SAYS.replace("the cause", "another rank could not use its plan")
+    assert launch.wait_for(*ranks_that(tmp_path, heard, SAYS)) == 1
+    assert capsys.readouterr().err == "routepack: the cause.\n"
 
 
 def test_a_killed_rank_is_named_with_its_signal(tmp_path, capsys):
@@ -250,7 +257,7 @@ def test_a_rank_killed_while_training_ends_the_others_with_its_signal(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_reward_rises(tmp_path):
-    done = train("rl.num_steps=15", f"out={tmp_path / 'results'}", timeout=850)
+    done = train("rl.num_steps=20", f"out={tmp_path / 'results'}", timeout=850)
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "results/summary.json").read_text())
     assert summary["reward_last"] > summary["reward_first"] + 0.1

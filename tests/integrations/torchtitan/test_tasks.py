@@ -97,6 +97,7 @@ def test_demonstrations_stutter_as_often_as_asked():
     extra = np.asarray([len(demonstration) - len(prompt.answer) for demonstration in demonstrations])
     assert extra.mean() == pytest.approx(0.1 * (len(prompt.answer) - 1), rel=0.05)
     assert extra.max() == task.MAX_STUTTERS
+    assert max(map(len, demonstrations)) <= task.max_answer_tokens
 
 
 def test_a_stuttering_demonstration_is_the_answer_with_symbols_repeated():

@@ -203,13 +203,14 @@ def _check_fit(experiment: Experiment) -> None:
     experiment.planner.topology.slots_per_rank(num_experts_of(spec))
     if model.vocab_size < task.vocab_size:
         raise ConfigError(f"model.vocab_size={model.vocab_size} is less than the task's {task.vocab_size} tokens: raise it.")
-    longest = task.max_prompt_tokens + rollout.max_new_tokens
+    longest = task.max_prompt_tokens + max(rollout.max_new_tokens, task.max_answer_tokens)
     limits = {"model.max_seq_len": model.max_seq_len, "packer.max_tokens": experiment.planner.packer.max_tokens}
     for option, limit in limits.items():
         if limit < longest:
             raise ConfigError(
-                f"{option}={limit} is less than a prompt of {task.max_prompt_tokens} tokens and "
-                f"rollout.max_new_tokens={rollout.max_new_tokens} together: raise it, or sample fewer tokens."
+                f"{option}={limit} is less than a prompt of {task.max_prompt_tokens} tokens and an answer of "
+                f"{longest - task.max_prompt_tokens} (rollout.max_new_tokens={rollout.max_new_tokens}, the task's answers and "
+                f"demonstrations up to {task.max_answer_tokens}): raise it."
             )
     smallest = min(rollout.num_sequences, experiment.warmup.batch_size)
     if smallest < experiment.num_ranks:

@@ -110,7 +110,7 @@ def start_rank(rank: int, layers: Sequence[str], environment: Mapping[str, str],
     """Start one rank. Rank 0 shows its progress here; what else ranks say goes to their logs."""
     with log.open("wb") as errors:
         return subprocess.Popen(
-            [sys.executable, "-m", __spec__.name if __spec__ else __name__, *layers],
+            [sys.executable, "-m", "routepack.integrations.torchtitan.launch", *layers],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=None if rank == 0 else errors,
@@ -136,13 +136,14 @@ def wait_for(ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> 
 def report_failure(codes: Sequence[int | None], logs: Sequence[Path]) -> int:
     """Show why ranks failed and give the exit code: 1 for wrong input, else as the shell counts, 128 + the signal."""
     failed = [rank for rank, code in enumerate(codes) if code]
-    # A rank that lost its peer fails too, in a collective; one with a message of RoutePack's own knows the cause.
+    # A rank that lost its peer fails too, in a collective; one with a message of RoutePack's own knows the cause,
+    # unless all that it knows is that another rank has one.
     said = {rank: logs[rank].read_text(errors="replace") for rank in failed}
     messages = {rank: [line for line in text.splitlines() if line.startswith("routepack: ")] for rank, text in said.items()}
-    for rank in failed:
+    for rank in sorted(failed, key=lambda rank: "another rank" in "".join(messages[rank])):
         if messages[rank]:
             sys.stderr.write(messages[rank][-1] + "\n")
-            return codes[rank] or 1
+            return 1
     # Killed from outside, or by the kernel for memory, comes before consequences too.
     rank = min(failed, key=lambda one: (codes[one] or 0) >= 0)
     code = codes[rank] or 1

@@ -47,7 +47,8 @@ class Progress:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        self._scalars = SummaryWriter(str(self.log_folder))
+        # Scalars of an earlier run into the same folder are purged: one run, one curve.
+        self._scalars = SummaryWriter(str(self.log_folder), purge_step=0, flush_secs=10)
         if self.console.is_terminal:
             self._bar = RichBar(
                 TextColumn("{task.description}"),

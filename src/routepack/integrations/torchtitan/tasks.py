@@ -47,6 +47,11 @@ class Task(ABC):
     def max_prompt_tokens(self) -> int:
         """No prompt is longer."""
 
+    @property
+    @abstractmethod
+    def max_answer_tokens(self) -> int:
+        """No answer and no demonstration is longer, end token included."""
+
     @abstractmethod
     def prompts(self, num_prompts: int, *, seed: Sequence[int]) -> list[Prompt]:
         """Draw prompts; the same for the same *seed*."""
@@ -112,6 +117,11 @@ class CountingTask(Task):
     def max_prompt_tokens(self) -> int:
         """``COUNT first last :``."""
         return 4
+
+    @property
+    def max_answer_tokens(self) -> int:
+        """A stuttered longest count and its end token."""
+        return self.max_answer_symbols + self.MAX_STUTTERS + 1
 
     def prompts(self, num_prompts: int, *, seed: Sequence[int]) -> list[Prompt]:
         """Stratified in length: one prompt from each of *num_prompts* equal shares of the log-uniform distribution.

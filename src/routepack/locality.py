@@ -1,0 +1,71 @@
+"""The last step of a search where links cost something: what sends much to one another comes near. Letters: types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from routepack.communication import nodes_per_group
+from routepack.components.hierarchical import group_of
+from routepack.types import ExpertPlacement, Packing
+
+ROUNDS = 3
+"""Times that sequences are seated and experts placed anew."""
+
+
+def brought_near(search: Any, best: Any) -> Any:
+    """The better of a candidate and what follows from it when cells, sequences and experts come near one another.
+
+    Cells of a unit exchange their ranks, sequences of a unit their cells, experts their ranks (by the rerouter's
+    ``bring_near``), in turn; every result is priced with all terms and the best is kept, so the value never rises.
+    """
+    if not search.rates.links_cost:
+        return best
+    near = _alternated(search, best, best.placement)
+    gathered = search.rerouter.gathered_placement(search.demand, search.topology)
+    return near if gathered is None else _better(search, near, _alternated(search, best, gathered))
+
+
+def _alternated(search: Any, best: Any, placement: ExpertPlacement) -> Any:
+    """The best of a candidate and of what comes of its packing on a placement."""
+    packing = best.packing
+    for turn in range(ROUNDS):
+        before = best
+        packing = _seated(search, placement, packing)
+        best = _better(search, best, search.priced(placement, packing, search.load_of(placement)))
+        placement = search.rerouter.near_placement(
+            placement, search.demand, packing, search.topology, search.rates, search.planner.sync
+        )
+        best = _better(search, best, search.priced(placement, packing, search.load_of(placement)))
+        if best is before and turn:
+            break
+    return best
+
+
+def _better(search: Any, best: Any, other: Any) -> Any:
+    # Cells that change ranks change how many sequences a rank has, which the packer may have rules about.
+    return min(best, other, key=lambda candidate: candidate.evaluation.key) if search.allowed(other) else best
+
+
+def _seated(search: Any, placement: ExpertPlacement, packing: Packing) -> Packing:
+    """The packing with cells, then sequences, nearer to their experts; as it was unless nodes cut groups evenly."""
+    from routepack.solvers import nodes
+
+    if nodes_per_group(search.topology) < 2:
+        return packing
+    group, demand = group_of(search.topology), search.demand
+    rows_Sn = nodes.node_rows(search.load_of(placement), group.num_nodes)
+    cell_of_S = nodes.seat_cells(rows_Sn, packing.cell_of_S, packing.num_cells, group)
+    cell_of_S = nodes.swap_sequences(
+        rows_Sn,
+        cell_of_S,
+        demand.length_S,
+        search.rates.cost_SI(demand.length_S),
+        num_cells=packing.num_cells,
+        max_tokens=search.packer.max_tokens,
+        group=group,
+    )
+    return Packing(
+        cell_of_S=cell_of_S,
+        num_microbatches=packing.num_microbatches,
+        data_parallel_degree=packing.data_parallel_degree,
+    )

@@ -1,0 +1,98 @@
+"""From where the experts are to where a plan would have them: which layers move, and what that takes. Letters: types."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from routepack.communication import nodes_per_group
+from routepack.components.move_policy import MoveChoice, moved_between
+from routepack.errors import PlanError
+from routepack.types import ExpertPlacement
+
+
+def moved_on(search: Any, best: Any, baseline: Any, previous: ExpertPlacement) -> tuple[Any, dict[str, float]]:
+    """The candidate that the planner's move policy makes of *best*, and the moves' figures for a plan's ``parts``.
+
+    Ranks are numbered near the previous ones first. Where layers then stay, sequences are packed again for the placement
+    that results, and for no layer moving at all; the policy's ``worth`` chooses.
+
+    Raises PlanError where *previous* is of another model.
+    """
+    if previous.physical_to_logical_LP.shape != best.placement.physical_to_logical_LP.shape:
+        raise PlanError(
+            f"previous places {previous.num_layers} layers of {previous.num_experts} experts; the window has "
+            f"{best.placement.num_layers} of {best.placement.num_experts}."
+        )
+    near = _near(search, best, baseline, previous)
+    policy = search.planner.move_policy
+    if not policy.compares:
+        return near, _figures(search, near, previous)
+    kept = search.priced(previous, near.packing, search.load_of(previous))
+    choice = MoveChoice(
+        moved=near.evaluation,
+        kept=kept.evaluation,
+        rates=search.rates,
+        num_layers=previous.num_layers,
+        move_seconds_L=policy.seconds_L(previous, near.placement, search.topology),
+        limit=baseline.evaluation.value,
+    )
+    moved_L = policy.moves(choice)
+    placements = [_mixed(near.placement, previous, moved_L), previous] if not moved_L.all() else [near.placement]
+    candidates = [near] + [candidate for placed in placements for candidate in _packings(search, placed, near)]
+    allowed = [one for one in candidates if one.evaluation.value <= baseline.evaluation.value]
+    chosen = min(allowed, key=lambda one: _worth(search, one, previous))
+    values = {"value_if_moved": near.evaluation.value, "value_if_kept": kept.evaluation.value}
+    return chosen, _figures(search, chosen, previous) | values
+
+
+def _near(search: Any, best: Any, baseline: Any, previous: ExpertPlacement) -> Any:
+    """The candidate with ranks renumbered and slots kept; priced again where it matters which rank is whose neighbour."""
+    from routepack.solvers.placement import keep_in_place
+
+    ranks = search.topology.expert_parallel_degree
+    nodes = max(1, nodes_per_group(search.topology)) if search.rates.links_cost else 1
+    slots_LP = keep_in_place(best.placement.physical_to_logical_LP, previous.physical_to_logical_LP, ranks, num_nodes=nodes)
+    placement = ExpertPlacement(physical_to_logical_LP=slots_LP)
+    if not search.rates.links_cost:
+        return replace(best, placement=placement)
+    near = search.priced(placement, best.packing, search.load_of(placement))
+    return near if near.evaluation.value <= baseline.evaluation.value else best
+
+
+def _mixed(moved: ExpertPlacement, kept: ExpertPlacement, moved_L: np.ndarray) -> ExpertPlacement:
+    slots_LP = np.where(moved_L[:, None], moved.physical_to_logical_LP, kept.physical_to_logical_LP)
+    return ExpertPlacement(physical_to_logical_LP=slots_LP)
+
+
+def _packings(search: Any, placement: ExpertPlacement, near: Any) -> list[Any]:
+    """A placement with the packing that there is, and with the one found from it where the packer improves on packings."""
+    load_SRL = search.load_of(placement)
+    candidates = [search.priced(placement, near.packing, load_SRL)]
+    if placement is not near.placement and search.packer.improves:
+        start = near.packing.cell_of_S
+        if near.packing.num_microbatches == search.certificate.num_microbatches:
+            quarter = -(-search.num_proposals // 4)
+            problem = search.problem(load_SRL, start=start, num_proposals=quarter, temperatures=(0.0, 0.0))
+            candidates.append(search.priced(placement, search.packer.pack(problem), load_SRL))
+    return candidates
+
+
+def _worth(search: Any, candidate: Any, previous: ExpertPlacement) -> tuple[float, ...]:
+    policy = search.planner.move_policy
+    seconds = float(policy.seconds_L(previous, candidate.placement, search.topology).sum())
+    return policy.worth(candidate.evaluation.value, seconds), *candidate.evaluation.key
+
+
+def _figures(search: Any, candidate: Any, previous: ExpertPlacement) -> dict[str, float]:
+    policy, topology = search.planner.move_policy, search.topology
+    moved_L = moved_between(previous, candidate.placement, topology.expert_parallel_degree).sum(axis=(1, 2))
+    experts = int(moved_L.sum())
+    return {
+        "experts_moved": float(experts),
+        "layers_kept": float((moved_L == 0).sum()),
+        "bytes_moved": experts * policy.expert_bytes(topology) * topology.num_groups,
+        "move_seconds": float(policy.seconds_L(previous, candidate.placement, topology).sum()),
+    }
