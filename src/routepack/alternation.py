@@ -173,11 +173,18 @@ class _Alternation:
             return
         started = now = time.monotonic()
         longest = 0.0
+        self._fit_phase(FEWEST_PHASES, 1.0)
         # The finish takes about as long as so many phases.
         while now + (1 + FINISHING) * longest <= deadline:
             yield (now - started) / max(1e-9, deadline - FINISHING * longest - started)
-            longest = max(longest, time.monotonic() - now)
-            now = time.monotonic()
+            taken, now = time.monotonic() - now, time.monotonic()
+            longest = max(longest, taken)
+            self._fit_phase(taken, (deadline - started) / FEWEST_PHASES)
+
+    def _fit_phase(self, taken: float, wanted: float) -> None:
+        """Shorter or longer phases, up to the usual, so that there is time for enough of them."""
+        usual = PHASE_PROPOSALS * self.search.demand.num_sequences
+        self.proposals = min(usual, max(1, usual // FEWEST_PHASES, int(self.proposals * wanted / taken)))
 
     def _seed(self, phase: int) -> int:
         return (self.search.planner.seed * len(CHAINS) + self.chain) * 2**20 + phase % 2**20

@@ -92,6 +92,7 @@ class Planner:
         self.topology.slots_per_rank(demand.num_experts)
         search = _Search(planner=self, demand=demand, started=started)
         baseline = search.baseline()
+        search.keep_time()
         found = [candidate for candidate in [baseline, *alternation.candidates(search)] if search.allowed(candidate)]
         known = min(candidate.evaluation.value for candidate in found)
         found += [candidate for candidate in search.peers(known) if search.allowed(candidate)]
@@ -138,6 +139,12 @@ class _Search:
         self.num_proposals = planner.num_proposals or default_proposals(demand, self.topology, planner.sync)
         limit = planner.time_limit_seconds
         self.deadline = None if limit is None else self.started + limit * (1 - REFINE_SHARE)
+
+    def keep_time(self) -> None:
+        """Leave as much time for the end as the beginning took: the same is priced, and more."""
+        if self.deadline is not None:
+            limit, now = self.started + self.planner.time_limit_seconds, time.monotonic()
+            self.deadline = max(now, min(self.deadline, limit - (now - self.started)))
 
     def baseline(self) -> _Candidate:
         """Identity placement and first-fit packing."""
