@@ -141,10 +141,10 @@ class _Search:
         self.deadline = None if limit is None else self.started + limit * (1 - REFINE_SHARE)
 
     def keep_time(self) -> None:
-        """Leave as much time for the end as the beginning took: the same is priced, and more."""
+        """Leave as much time for the end as the beginning took, up to a third: the same is priced, and more."""
         if self.deadline is not None:
-            limit, now = self.started + self.planner.time_limit_seconds, time.monotonic()
-            self.deadline = max(now, min(self.deadline, limit - (now - self.started)))
+            limit = self.planner.time_limit_seconds
+            self.deadline -= min(limit / 3, max(0.0, time.monotonic() - self.started - limit * REFINE_SHARE))
 
     def baseline(self) -> _Candidate:
         """Identity placement and first-fit packing."""

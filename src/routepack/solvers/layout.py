@@ -11,6 +11,7 @@ import numpy as np
 
 from routepack.solvers import _anneal_kernels as kernels
 from routepack.solvers._joined_kernels import SLOPE, anneal_joined
+from routepack.solvers.loads import summed_by_unit
 
 NOTHING = np.zeros(0, dtype=np.int64)
 
@@ -74,10 +75,8 @@ class Layout:
             self.count_C[:] = 1
         self.cost_CI = np.zeros((self.num_cells, self.cost_SI.shape[1]), dtype=np.int64)
         np.add.at(self.cost_CI, self.cell_of_S, self.cost_SI[:-1])
-        by_cell = np.argsort(self.cell_of_S, kind="stable")
-        unit_of_S = self.cell_of_S[by_cell] // self.cells_per_unit
-        starts = np.searchsorted(unit_of_S, np.arange(self.num_units))
-        self.load_URL = np.add.reduceat(self.load_SRL[by_cell], starts, axis=0, dtype=np.int32)
+        unit_of_S = self.cell_of_S // self.cells_per_unit
+        self.load_URL = summed_by_unit(self.load_SRL, unit_of_S, self.num_units, np.int32)
         self.peak_U = self.load_URL.max(axis=1).sum(axis=1, dtype=np.int64)
         self.attention_U = self.cost_CI.reshape(self.num_units, self.cells_per_unit, -1).max(axis=1).sum(axis=1)
 
