@@ -11,12 +11,12 @@ Every plan must be the synchronous one.
 
 import argparse
 import os
-import platform
 import statistics
 import time
 
 import numpy as np
-from planner import SHARED, window
+from measuring import described, machine
+from windows import NAMES, window
 
 import routepack as rp
 
@@ -86,13 +86,11 @@ def show(label, runs):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--window", default="standard")
+    parser.add_argument("--window", choices=NAMES, default="standard")
     parser.add_argument("--num-proposals", type=int, default=None)
     parser.add_argument("--threads", type=int, default=2, help="threads that anneal")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    if not (SHARED / "windows.py").exists():
-        raise SystemExit(f"no bench windows at {SHARED}: set ROUTEPACK_SHARED to the folder that holds windows.py")
     demand, topology, max_tokens = window(args.window, 0)
     packer = rp.AttentionAwarePacker(max_tokens=max_tokens, threads=args.threads)
     collector = rp.RoutingDemandCollector(num_experts=demand.num_experts)
@@ -102,8 +100,7 @@ def main():
     work = Work(2.0 * expected.plan_seconds)
     alone = statistics.median(work() for _ in range(args.repeats))
     ratio = expected.value / expected.parts["bound.no_replication"]
-    where = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    print(f"numpy {np.__version__}, {where}, load {os.getloadavg()[0]:.1f}")
+    print(f"{described(machine())}, load {os.getloadavg()[0]:.1f}")
     print(f"{args.window}: value/bound {ratio:.4f}, work alone {1e3 * alone:.0f} ms")
     print("milliseconds, median (least):")
     for label, measure in (("on the spot", on_the_spot), ("in background", in_background)):

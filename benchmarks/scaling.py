@@ -3,8 +3,8 @@
     python benchmarks/scaling.py [--most 65536] [--repeats 3] [--figure docs/design/scaling.svg]
 
 Windows are made up here (lognormal lengths, skewed experts, 16 layers x 64 experts, EP 8) and grow in every way at once:
-64 sequences a DP rank, so more ranks and more groups. Plans are made by RoutePack's defaults: a fixed number of proposals,
-so that the plan is the same on any machine. Time is CPU seconds of all threads, and wall seconds beside.
+64 sequences a DP rank, so more ranks and more groups. RoutePack tries 400 proposals a sequence, so that the search grows with
+the window, whatever its default is. Time is CPU seconds of all threads, and wall seconds beside.
 """
 
 import argparse
@@ -16,13 +16,13 @@ from measuring import described, machine, measured
 
 import routepack as rp
 
-LAYERS, EXPERTS, TOP_K, EP, MAX_TOKENS, PER_RANK = 16, 64, 4, 8, 16_384, 64
+LAYERS, EXPERTS, TOP_K, EP, MAX_TOKENS, PER_RANK, PROPOSALS = 16, 64, 4, 8, 16_384, 64, 400
 
 
 def window(sequences, seed=0):
     """A demand; drawn in blocks, so that it takes little memory beside itself."""
     rng = np.random.default_rng(seed)
-    length_S = rng.lognormal(np.log(1200), 0.9, sequences).clip(64, MAX_TOKENS).astype(np.int64)
+    length_S = rng.lognormal(np.log(1150), 0.9, sequences).clip(64, MAX_TOKENS).astype(np.int64)
     popularity_LE = rng.lognormal(0, 0.8, (LAYERS, EXPERTS))
     tokens_SLE = np.empty((sequences, LAYERS, EXPERTS), dtype=np.uint16)
     for first in range(0, sequences, 1024):
@@ -36,7 +36,9 @@ def window(sequences, seed=0):
 def planners(ranks):
     topology, cap = rp.Topology(data_parallel_degree=ranks, expert_parallel_degree=EP), {"max_tokens": MAX_TOKENS}
     return {
-        "RoutePack": rp.Planner(topology=topology, packer=rp.AttentionAwarePacker(**cap)),
+        "RoutePack": rp.Planner(
+            topology=topology, packer=rp.AttentionAwarePacker(**cap), num_proposals=PROPOSALS * PER_RANK * ranks
+        ),
         "EPLB + KK": rp.Planner(topology=topology, rerouter=rp.EPLBRerouter(), packer=rp.KarmarkarKarpPacker(**cap)),
         "EPLB + MFFD": rp.Planner(topology=topology, rerouter=rp.EPLBRerouter(), packer=rp.ModifiedFirstFitPacker(**cap)),
     }

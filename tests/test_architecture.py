@@ -11,7 +11,7 @@ import routepack
 
 ROOT = Path(routepack.__file__).parent
 LEVELS = [
-    {"errors", "files", "arrays"},
+    {"errors", "checks", "files", "arrays"},
     {"recorded", "planned", "types"},
     {"config", "communication", "cost", "flops", "bounds", "trace", "solvers", "formats"},
     {"components"},

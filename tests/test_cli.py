@@ -189,3 +189,55 @@ def test_check_resolves_a_config(routepack, trace):
     code, stdout, _ = routepack("check", PLAN, f"trace={trace}")
     assert code == 0
     assert "max_tokens: 16384" in stdout
+
+
+def rewritten(path, **changes):
+    """The plan file with entries of its header changed (dots descend; ... deletes)."""
+    from safetensors import safe_open
+
+    with safe_open(path, "np") as file:
+        header = json.loads(file.metadata()["plan"])
+    for name, value in changes.items():
+        *parents, last = name.split("__")
+        entry = header
+        for parent in parents:
+            entry = entry[parent]
+        if value is ...:
+            del entry[last]
+        else:
+            entry[last] = value
+    save_file(load_file(path), path, metadata={"format": "routepack.plan/1", "plan": json.dumps(header)})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"value": 1.0}, {"value": None}, {"value": "abc"}, {"value": float("nan")}, {"bound": 0.5}, {"bound": float("nan")},
+        {"baseline_value": float("inf")}, {"baseline_microbatches": 7}, {"baseline_microbatches": ...}, {"unit": "zzz"},
+        {"certificate__lower_bound": -1}, {"certificate__lower_bound": None}, {"certificate__method": "zzz"},
+        {"cost__expert": "abc"}, {"cost__expert": float("inf")}, {"cost__linear": None}, {"cost__options": {}}, {"cost": 3},
+        {"parts": {}}, {"parts": 3}, {"seed": 1}, {"seed": "abc"}, {"budget": {}}, {"sync": "layer"}, {"versions": {}},
+        {"digest": ""}, {"digest": ...}, {"digest": 3}, {"max_tokens": None}, {"max_tokens": 2**70},
+        {"num_microbatches": 2**70}, {"topology__data_parallel_degree": 2**70}, {"topology__ranks_per_node": 4},
+        {"topology": 3}, {"rules": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_verify_rejects_a_plan_whose_header_was_changed(routepack, trace, changes):
+    out, _ = planned(routepack, trace)
+    rewritten(out, **changes)
+    code, _, err = routepack("verify", out, trace)
+    assert (code, err.startswith("routepack: ")) == (1, True)
+
+
+def test_verify_looks_past_how_long_planning_took(routepack, trace):
+    out, _ = planned(routepack, trace)
+    rewritten(out, plan_seconds=99.0)
+    assert routepack("verify", out, trace)[0] == 0
+
+
+@pytest.mark.parametrize("override", ["seed=${seed}", "seed=${nowhere}", "out=${oc.env:NOT_SET_ANYWHERE}"])
+def test_a_reference_that_leads_nowhere_ends_with_1(routepack, trace, override):
+    code, _, err = routepack("plan", PLAN, f"trace={trace}", *SMALL, override)
+    assert code == 1
+    assert err.startswith("routepack: ")

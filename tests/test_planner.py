@@ -147,8 +147,8 @@ def test_a_fixed_number_of_proposals_is_named():
     [
         ({"sync": "never"}, "sync='never' is unknown"),
         ({"time_limit_seconds": 1.0, "num_proposals": 5}, "exclude each other"),
-        ({"num_proposals": 0}, "num_proposals=0 must be above 0"),
-        ({"time_limit_seconds": -1.0}, "time_limit_seconds=-1.0 must be above 0"),
+        ({"num_proposals": 0}, "num_proposals=0 must be a whole number of at least 1"),
+        ({"time_limit_seconds": -1.0}, "time_limit_seconds=-1.0 must lie between 0.001"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):

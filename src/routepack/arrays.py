@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,20 @@ def checked_array(noun: Any, name: str, dtype: Any = None, *, ndim: int) -> np.n
     if value.ndim != ndim:
         raise TraceError(f"{name} has shape {value.shape}; {ndim} axes are needed.")
     if dtype is not None and value.dtype != dtype:
+        if np.issubdtype(dtype, np.integer) and value.dtype.kind not in "iub":
+            raise TraceError(f"{name} has dtype {value.dtype}; whole numbers ({np.dtype(dtype)}) are needed.")
         cast = value.astype(dtype)
         if value.size and not np.array_equal(cast, value):
             raise TraceError(f"{name} has dtype {value.dtype} with values that {np.dtype(dtype)} cannot hold.")
         value = cast
     object.__setattr__(noun, name, value)
     return value
+
+
+def as_plain(value: Any) -> Any:
+    """*value* with arrays as lists, numpy numbers as Python's, and mappings as dicts: what JSON holds."""
+    if isinstance(value, Mapping):
+        return {str(key): as_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(item) for item in value]
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value

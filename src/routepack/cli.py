@@ -39,6 +39,21 @@ PART_LABELS = {
 }
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        import routepack
+
+        typer.echo(f"routepack {routepack.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Expert placement and attention-aware packing for MoE reinforcement learning."""
+
+
 @app.command()
 def train(layers: Layers) -> None:
     """Train: rollouts, plan, moved experts, FSDP2 + EP steps; starts the ranks itself when not under torchrun."""
@@ -102,7 +117,8 @@ def check(layers: Layers) -> None:
     from omegaconf import OmegaConf
 
     config = load(*split_layers(layers))
-    if "trace" in config:
+    # A value that is still ??? does not count as present, but its key does.
+    if "trace" in config.keys():  # noqa: SIM118
         _planner(config)
     else:
         from routepack.integrations.torchtitan.launch import check as check_training
@@ -143,9 +159,8 @@ def _planner(config: Any) -> Any:
 
 
 def _path(config: Any, key: str) -> Path:
-    from omegaconf import OmegaConf
 
-    if key not in config or OmegaConf.is_missing(config, key):
+    if key not in config or config[key] in (None, ""):
         raise ConfigError(f"{key} is not set: name a file, as in {key}=rollouts.safetensors.")
     return Path(str(config[key]))
 

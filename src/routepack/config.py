@@ -41,6 +41,7 @@ def load(paths: Iterable[str | Path], overrides: Iterable[str] = ()) -> DictConf
         except OmegaConfBaseException as error:
             raise ConfigError(f"{error.full_key}: {_first_line(error)}") from error
     assert isinstance(config, DictConfig)
+    _resolve(config)
     return config
 
 
@@ -63,8 +64,12 @@ def build(config: DictConfig, section: str, *, base: type[T], default: type[T] |
 
 def instantiate(target: type[T], options: dict[str, Any], *, where: str) -> T:
     """Make a *target* dataclass from plain *options*, each checked against the type of its field."""
-    fields = [field.name for field in dataclasses.fields(cast(Any, target)) if field.init]
-    check_keys(options, fields, where=where, what=target.__name__)
+    fields = [field for field in dataclasses.fields(cast(Any, target)) if field.init]
+    check_keys(options, [field.name for field in fields], where=where, what=target.__name__)
+    for field in fields:
+        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if needed and field.name not in options:
+            raise ConfigError(f"{where}.{field.name} is not set, and {target.__name__} needs it: give it a value.")
     try:
         return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(target), options)))
     except RoutePackError:
@@ -109,7 +114,7 @@ def locate(path: Any, *, where: str) -> Any:
     module, _, name = str(path).rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(f"{where}.{TARGET}: cannot import {path!r} ({error}): give the full import path.") from error
 
 
@@ -125,16 +130,26 @@ def _read(path: str | Path) -> DictConfig:
     return layer
 
 
+def _resolve(config: DictConfig) -> None:
+    try:
+        OmegaConf.resolve(config)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or 'config'}: {_first_line(error)}") from error
+    except RecursionError as error:
+        raise ConfigError("a ${...} of the config refers to itself, by itself or through others: give it a value.") from error
+
+
 def _dotlist(overrides: Iterable[str]) -> DictConfig:
     overrides = list(overrides)
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key or any(not part for part in key.split(".")):
             raise ConfigError(f"override {override!r} must read key=value, as in packer.max_tokens=8192.")
-    try:
-        return OmegaConf.from_dotlist(overrides)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"overrides {overrides} cannot be read: {' '.join(str(error).split())}") from error
+        try:
+            OmegaConf.from_dotlist([override])
+        except (yaml.YAMLError, OmegaConfBaseException) as error:
+            raise ConfigError(f"override {override!r} cannot be read: {' '.join(str(error).split())}") from error
+    return OmegaConf.from_dotlist(overrides)
 
 
 def _replace_sections(config: Any, layer: DictConfig, where: str = "") -> None:

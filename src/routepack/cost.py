@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from routepack.checks import real
 from routepack.communication import traffic_of
 from routepack.errors import ConfigError
 from routepack.types import Packing, RoutingDemand, Sync, Topology
@@ -132,7 +133,8 @@ class WindowNormalizedCost(CostModel):
     """Share in what grows with token pairs: attention itself."""
 
     def __post_init__(self) -> None:
-        shares = (self.expert_share, self.linear_share, self.quadratic_share)
+        names = ("expert_share", "linear_share", "quadratic_share")
+        shares = tuple(real(f"cost_model.{name}", getattr(self, name)) for name in names)
         if min(shares) < 0 or abs(sum(shares) - 1.0) > 1e-6:
             raise ConfigError(f"cost_model shares {shares} (expert, linear, quadratic) must be at least 0 and add up to 1.")
 

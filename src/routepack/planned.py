@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
-from routepack.arrays import checked_array, digest_of
+from routepack.arrays import as_plain, checked_array, digest_of
+from routepack.checks import instance, real, whole
 from routepack.errors import ConfigError, PlanError
 
 Sync = Literal["step", "microbatch", "layer"]
 SYNCS: tuple[Sync, ...] = ("step", "microbatch", "layer")
+
+
+DEGREES = ("data_parallel_degree", "expert_parallel_degree", "model_parallel_degree", "ranks_per_node")
+"""What a topology is given by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +43,8 @@ class Topology:
     """Ranks joined by the fast links of one node."""
 
     def __post_init__(self) -> None:
-        for name in ("data_parallel_degree", "expert_parallel_degree", "model_parallel_degree", "ranks_per_node"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                raise ConfigError(f"topology.{name}={value!r} must be a whole number of at least 1.")
+        for name in DEGREES:
+            object.__setattr__(self, name, whole(f"topology.{name}", getattr(self, name), least=1, most=2**31 - 1))
         ranks = self.data_parallel_degree * self.model_parallel_degree
         if ranks % self.expert_parallel_degree:
             raise ConfigError(
@@ -142,6 +146,10 @@ class Packing:
     data_parallel_degree: int
 
     def __post_init__(self) -> None:
+        for name in ("num_microbatches", "data_parallel_degree"):
+            object.__setattr__(
+                self, name, whole(f"packing.{name}", getattr(self, name), least=1, most=2**31 - 1, error=PlanError)
+            )
         cells = checked_array(self, "cell_of_S", np.int32, ndim=1)
         if self.order_S is None:
             object.__setattr__(self, "order_S", _positions_in_cells(cells))
@@ -218,9 +226,7 @@ class PackingRules:
 
     def __post_init__(self) -> None:
         for name, least in (("min_microbatches", 1), ("microbatch_multiple", 1), ("sequence_skew", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-                raise ConfigError(f"packer.{name}={value!r} must be a whole number of at least {least}.")
+            object.__setattr__(self, name, whole(f"packer.{name}", getattr(self, name), least=least, most=2**31 - 1))
         if self.sequence_skew and not self.equal_sequences:
             raise ConfigError(
                 f"packer.sequence_skew={self.sequence_skew} loosens packer.equal_sequences, which is off: turn that on, or "
@@ -249,6 +255,11 @@ class Certificate:
     """Microbatches that no packing can go below: a bin-packing bound divided by the DP ranks, rounded up."""
     method: str
     """What proves that: ``L2``, or an exact search that found fewer impossible: ``bin completion``, ``CP-SAT``."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_microbatches", "lower_bound"):
+            object.__setattr__(self, name, whole(f"certificate.{name}", getattr(self, name), least=1, error=PlanError))
+        instance("certificate.method", self.method, str, error=PlanError)
 
     @property
     def certified(self) -> bool:
@@ -297,7 +308,7 @@ class Plan:
     demand_digest: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
-    """SHA-256 of what the plan decides, taken when it was made; a later change of a cell or slot contradicts it."""
+    """SHA-256 of all that the plan decides and says, taken when it was made; any later change contradicts it."""
 
     def __post_init__(self) -> None:
         checked_array(self, "length_S", np.int64, ndim=1)
@@ -305,8 +316,24 @@ class Plan:
             raise ConfigError(f"sync={self.sync!r} is unknown: choose {', '.join(SYNCS)}.")
         if len(self.length_S) != self.packing.num_sequences:
             raise PlanError(f"length_S has {len(self.length_S)} entries for {self.packing.num_sequences} packed sequences.")
+        self._check_figures()
         if not self.digest:
             object.__setattr__(self, "digest", self.content_digest())
+
+    def _check_figures(self) -> None:
+        for name, least in (("max_tokens", 1), ("baseline_microbatches", 0), ("seed", 0)):
+            object.__setattr__(self, name, whole(f"plan.{name}", getattr(self, name), least=least, error=PlanError))
+        for name in ("value", "bound", "baseline_value", "plan_seconds"):
+            object.__setattr__(self, name, real(f"plan.{name}", getattr(self, name), error=PlanError))
+        for name in ("unit", "demand_digest", "digest"):
+            instance(f"plan.{name}", getattr(self, name), str, error=PlanError)
+        for name in ("cost", "parts", "budget", "versions"):
+            instance(f"plan.{name}", getattr(self, name), Mapping, error=PlanError)
+        for name, value in self.parts.items():
+            real(f"plan.parts[{name!r}]", value, error=PlanError)
+        for name in ("expert", "linear", "quadratic", "window"):
+            for rate in np.atleast_1d(self.cost.get(name, 0.0)).tolist():
+                real(f"plan.cost[{name!r}]", rate, least=0.0, error=PlanError)
 
     @property
     def gap(self) -> float:
@@ -318,23 +345,25 @@ class Plan:
         """M."""
         return self.packing.num_microbatches
 
+    def header(self) -> dict[str, Any]:
+        """All that is not an array, as plain numbers, strings, lists and dicts."""
+        return {
+            "topology": {name: getattr(self.topology, name) for name in DEGREES},
+            "num_microbatches": int(self.num_microbatches),
+            "certificate": asdict(self.certificate),
+            "rules": asdict(self.rules),
+            **{name: as_plain(getattr(self, name)) for name in _FIGURES},
+        }
+
     def content_digest(self) -> str:
-        """The digest of the plan as it is now."""
-        header = [self.num_microbatches, self.max_tokens, *degrees_of(self.topology)]
-        return digest_of(
-            self.placement.physical_to_logical_LP,
-            self.packing.cell_of_S,
-            self.packing.order_S,
-            self.length_S,
-            np.asarray(header, dtype=np.int64),
-        )
+        """The digest of the plan as it is now. The time that planning took is left out: it differs between ranks."""
+        header = {name: value for name, value in self.header().items() if name not in ("digest", "plan_seconds")}
+        text = json.dumps(header, sort_keys=True).encode()
+        arrays = (self.placement.physical_to_logical_LP, self.packing.cell_of_S, self.packing.order_S, self.length_S)
+        return digest_of(*arrays, np.frombuffer(text, dtype=np.uint8))
 
 
-def degrees_of(topology: Topology) -> list[int]:
-    """The four degrees of a topology, in the order in which they are declared."""
-    return [
-        topology.data_parallel_degree,
-        topology.expert_parallel_degree,
-        topology.model_parallel_degree,
-        topology.ranks_per_node,
-    ]
+_FIGURES = (
+    "max_tokens", "sync", "value", "bound", "baseline_value", "baseline_microbatches", "unit", "cost", "parts", "seed",
+    "budget", "plan_seconds", "demand_digest", "versions", "digest",
+)  # fmt: skip

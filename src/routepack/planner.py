@@ -11,6 +11,7 @@ from importlib import metadata
 import numpy as np
 
 from routepack import alternation, bounds, cost, peers
+from routepack.checks import instance, real, whole
 from routepack.communication import FreeLinks, Links, nodes_per_group, traffic_of
 from routepack.components.collector import RoutingDemandCollector
 from routepack.components.move_policy import AlwaysMove, MovePolicy
@@ -69,10 +70,13 @@ class Planner:
                 f"time_limit_seconds={self.time_limit_seconds} and num_proposals={self.num_proposals} exclude each other: "
                 "set one, or neither for the default number of proposals."
             )
-        for name in ("time_limit_seconds", "num_proposals"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}={value!r} must be above 0.")
+        whole("seed", self.seed, least=0, most=2**63 - 1)
+        if self.num_proposals is not None:
+            whole("num_proposals", self.num_proposals, least=1, most=10**13)
+        if self.time_limit_seconds is not None:
+            real("time_limit_seconds", self.time_limit_seconds, least=1e-3, most=86_400.0)
+        for name, kind in _COMPONENTS.items():
+            instance(name, getattr(self, name), kind)
 
     def plan(self, window: RolloutBatch | RoutingDemand, previous: ExpertPlacement | None = None) -> Plan:
         """The plan for one window.
@@ -88,6 +92,7 @@ class Planner:
 
         """
         started = time.monotonic()
+        instance("window", window, (RolloutBatch, RoutingDemand))
         demand = self.collector.collect(window) if isinstance(window, RolloutBatch) else window
         self.topology.slots_per_rank(demand.num_experts)
         search = _Search(planner=self, demand=demand, started=started)
@@ -102,6 +107,17 @@ class Planner:
             return search.report(best, baseline)
         best, moves = moved_on(search, best, baseline, previous)
         return search.report(best, baseline, moves)
+
+
+_COMPONENTS = {
+    "topology": Topology,
+    "packer": Packer,
+    "cost_model": cost.CostModel,
+    "rerouter": Rerouter,
+    "collector": RoutingDemandCollector,
+    "links": Links,
+    "move_policy": MovePolicy,
+}
 
 
 def default_proposals(demand: RoutingDemand, topology: Topology, sync: Sync = "step") -> int:
@@ -187,6 +203,9 @@ class _Search:
         self, load_SRL: np.ndarray, *, start: np.ndarray | None = None, seed: int | None = None, **search
     ) -> PackingProblem:
         """What the packer sees; *search*: further fields of the problem that steer its search."""
+        load_SRL = load_SRL.view()
+        # A packer that writes to what it is priced by must fail, not be believed.
+        load_SRL.flags.writeable = False
         return PackingProblem(
             length_S=self.demand.length_S,
             load_SRL=load_SRL,

@@ -10,7 +10,11 @@ from types import MappingProxyType
 import numpy as np
 
 from routepack.arrays import checked_array, digest_of, to_numpy
+from routepack.checks import MOST, instance, whole
 from routepack.errors import TraceError
+
+TRACE_TENSORS = ("routed_experts", "cu_seqlens", "num_tokens", "layer_ids", "valid", "group_ids")
+"""Tensors of a trace file that are no fields; no field may take their names."""
 
 
 def id_dtype(num_experts: int) -> np.dtype:
@@ -67,8 +71,9 @@ class RolloutBatch:
             if getattr(self, name) is not None:
                 checked_array(self, name, dtype, ndim=1)
         for name in ("token_fields", "sequence_fields"):
-            fields = {key: to_numpy(value, key) for key, value in getattr(self, name).items()}
-            object.__setattr__(self, name, MappingProxyType(fields))
+            object.__setattr__(self, name, MappingProxyType(_checked_fields(name, getattr(self, name))))
+        for name in ("source", "weights_version"):
+            instance(name, getattr(self, name), str, error=TraceError)
         _check_rollout_batch(self)
 
     @property
@@ -96,16 +101,25 @@ class RolloutBatch:
         return self.routed_experts_TLK[self.cu_seqlens[sequence] : self.cu_seqlens[sequence + 1]]
 
 
+def _checked_fields(what: str, fields: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    instance(what, fields, Mapping, error=TraceError)
+    for name in fields:
+        if not isinstance(name, str) or not name or "," in name or name in TRACE_TENSORS:
+            raise TraceError(
+                f"{what} has a field named {name!r}: use a text without commas, other than {', '.join(TRACE_TENSORS)}."
+            )
+    return {name: to_numpy(value, name) for name, value in fields.items()}
+
+
 def _check_rollout_batch(batch: RolloutBatch) -> None:
     rows, layers, top_k = batch.routed_experts_TLK.shape
-    if not batch.num_experts >= 1:
-        raise TraceError(f"num_experts={batch.num_experts} must be at least 1.")
+    object.__setattr__(batch, "num_experts", whole("num_experts", batch.num_experts, least=1, most=2**20, error=TraceError))
     if top_k > batch.num_experts or top_k < 1 or layers < 1:
         raise TraceError(
             f"routed_experts has shape {batch.routed_experts_TLK.shape} [rows, layers, top_k]: at least one layer, and "
             f"1 to num_experts={batch.num_experts} experts a token, are needed."
         )
-    if len(batch.layer_ids_L) != layers or len(np.unique(batch.layer_ids_L)) != layers:
+    if len(batch.layer_ids_L) != layers or len(np.unique(batch.layer_ids_L)) != layers or batch.layer_ids_L.min() < 0:
         raise TraceError(
             f"layer_ids={batch.layer_ids_L.tolist()} must name each of the {layers} recorded layers once "
             "(a draft or MTP layer must not share a number with a decoder layer)."
@@ -132,9 +146,7 @@ def _check_rollout_batch(batch: RolloutBatch) -> None:
 
 def _check_rows(batch: RolloutBatch) -> None:
     rows_S, tokens_S = np.diff(batch.cu_seqlens), batch.num_tokens_S
-    if batch.num_sequences and tokens_S.min() < 1:
-        s = int(tokens_S.argmin())
-        raise TraceError(f"sequence {s} has {tokens_S[s]} tokens; every sequence has at least one.")
+    _check_lengths(tokens_S)
     wrong = np.flatnonzero((rows_S != tokens_S) & (rows_S != tokens_S - 1) & (rows_S != 0))
     if len(wrong):
         s = int(wrong[0])
@@ -220,7 +232,8 @@ def _check_demand(demand: RoutingDemand) -> None:
     sequences, layers, experts = demand.tokens_SLE.shape
     if min(sequences, layers, experts) < 1:
         raise TraceError(f"tokens_SLE has shape {demand.tokens_SLE.shape}: at least one sequence, layer and expert are needed.")
-    if not 1 <= demand.top_k <= experts:
+    object.__setattr__(demand, "top_k", whole("top_k", demand.top_k, least=1, error=TraceError))
+    if demand.top_k > experts:
         raise TraceError(f"top_k={demand.top_k} must lie between 1 and the {experts} experts.")
     for name, size in (("length_S", sequences), ("group_S", sequences), ("estimated_S", sequences), ("layer_ids_L", layers)):
         value = getattr(demand, name)
@@ -228,9 +241,7 @@ def _check_demand(demand: RoutingDemand) -> None:
             raise TraceError(f"{name} has {len(value)} entries; tokens_SLE needs {size}.")
     if len(np.unique(demand.layer_ids_L)) != layers:
         raise TraceError(f"layer_ids={demand.layer_ids_L.tolist()} must be unique.")
-    if demand.length_S.min() < 1:
-        s = int(demand.length_S.argmin())
-        raise TraceError(f"sequence {s} has length {demand.length_S[s]}; every sequence has at least one token.")
+    _check_lengths(demand.length_S)
     _check_conservation(demand)
 
 
@@ -251,3 +262,10 @@ def _check_conservation(demand: RoutingDemand) -> None:
             f"sequence {s} has {routed_S[s]} routed rows a layer for {demand.length_S[s]} tokens and top_k={demand.top_k}: "
             f"a multiple of top_k, at most {most_S[s]}, is needed."
         )
+
+
+def _check_lengths(length_S: np.ndarray) -> None:
+    wrong = np.flatnonzero((length_S < 1) | (length_S > MOST))
+    if len(wrong):
+        s = int(wrong[0])
+        raise TraceError(f"sequence {s} has {length_S[s]} tokens; every sequence has at least one, and at most {MOST}.")

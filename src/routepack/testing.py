@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from routepack.checks import whole
 from routepack.components.packer import Packer, PackingProblem
 from routepack.components.rerouter import Rerouter
 from routepack.cost import WindowNormalizedCost, num_packed_groups
@@ -37,7 +38,12 @@ def synthetic_batch(
     >>> batch.num_sequences, batch.num_layers, batch.top_k
     (8, 4, 2)
     """
-    rng = np.random.default_rng(seed)
+    sizes = {"num_sequences": num_sequences, "num_layers": num_layers, "num_experts": num_experts, "top_k": top_k}
+    for name, value in (sizes | {"group_size": group_size, "vocab_size": vocab_size}).items():
+        whole(name, value, least=1)
+    whole("top_k", top_k, least=1, most=num_experts)
+    whole("max_length", max_length, least=2)
+    rng = np.random.default_rng(whole("seed", seed, least=0))
     num_tokens_S = np.clip(rng.lognormal(np.log(max_length / 4), 0.8, num_sequences), 2, max_length).astype(np.int64)
     group_S = np.arange(num_sequences) // group_size
     popularity_LE = rng.normal(0, skew, (num_layers, num_experts))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from safetensors.numpy import save_file
 
 from routepack.errors import RoutePackError, TraceError
 from routepack.files import atomic_path
+from routepack.recorded import TRACE_TENSORS
 from routepack.types import (
     Certificate,
     ExpertPlacement,
@@ -30,7 +30,6 @@ from routepack.types import (
 )
 
 TRACE, DEMAND, PLAN = "routepack.trace/1", "routepack.demand/1", "routepack.plan/1"
-_TRACE_TENSORS = ("routed_experts", "cu_seqlens", "num_tokens", "layer_ids", "valid", "group_ids")
 _DTYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "F16": np.float16, "U32": np.uint32,
     "I32": np.int32, "F32": np.float32, "U64": np.uint64, "I64": np.int64, "F64": np.float64,
@@ -44,6 +43,7 @@ def load_window(path: str | Path) -> RolloutBatch | RoutingDemand:
     metadata, tensors = _read(path)
     if metadata.get("format") == DEMAND:
         return _demand(path, metadata, tensors)
+    _expect(path, metadata, TRACE, DEMAND)
     return _trace(path, metadata, tensors)
 
 
@@ -77,13 +77,13 @@ def save_trace(batch: RolloutBatch, path: str | Path, **metadata: str) -> None:
         "id_space": "logical",
         "num_experts": str(batch.num_experts),
         "top_k": str(batch.top_k),
-        "num_layers": str(int(batch.layer_ids_L.max()) + 1),
+        "num_layers": str(metadata.pop("num_layers", int(batch.layer_ids_L.max()) + 1)),
         "source": batch.source,
         "weights_version": batch.weights_version,
         "token_fields": ",".join(batch.token_fields),
         "sequence_fields": ",".join(batch.sequence_fields),
     }
-    _write(path, tensors, header | metadata)
+    _write(path, tensors, {name: str(value) for name, value in metadata.items()} | header)
 
 
 def concatenate(batches: list[RolloutBatch]) -> RolloutBatch:
@@ -146,6 +146,8 @@ def load_plan(path: str | Path) -> Plan:
     _expect(path, metadata, PLAN)
     try:
         header = json.loads(metadata["plan"])
+        if not header["digest"]:
+            raise TraceError(f"{path} has lost the digest of its plan: plan again.")
         topology = Topology(**header.pop("topology"))
         return Plan(
             topology=topology,
@@ -163,7 +165,7 @@ def load_plan(path: str | Path) -> Plan:
         )
     except RoutePackError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise TraceError(f"{path} is not a whole {PLAN} file: {type(error).__name__}: {error}.") from error
 
 
@@ -175,37 +177,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
         "order": plan.packing.order_S,
         "length": plan.length_S,
     }
-    certificate = plan.certificate
-    header = {
-        "topology": dict(vars_of(plan.topology)),
-        "num_microbatches": plan.num_microbatches,
-        "certificate": {k: getattr(certificate, k) for k in ("num_microbatches", "lower_bound", "method")},
-        "rules": asdict(plan.rules),
-        **{name: _plain(getattr(plan, name)) for name in _PLAN_SCALARS},
-    }
-    _write(path, tensors, {"format": PLAN, "plan": json.dumps(header)})
-
-
-_PLAN_SCALARS = (
-    "max_tokens", "sync", "value", "bound", "baseline_value", "baseline_microbatches", "unit", "cost", "parts", "seed",
-    "budget", "plan_seconds", "demand_digest", "versions", "digest",
-)  # fmt: skip
-
-
-def vars_of(topology: Topology) -> dict[str, int]:
-    """The degrees of a topology by name."""
-    names = ("data_parallel_degree", "expert_parallel_degree", "model_parallel_degree", "ranks_per_node")
-    return {name: int(getattr(topology, name)) for name in names}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, np.generic):
-        return value.item()
-    return value
+    _write(path, tensors, {"format": PLAN, "plan": json.dumps(plan.header())})
 
 
 def _trace(path: str | Path, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> RolloutBatch:
@@ -213,6 +185,8 @@ def _trace(path: str | Path, metadata: dict[str, str], tensors: dict[str, np.nda
     for name in ("routed_experts", "cu_seqlens", "num_tokens"):
         if name not in tensors:
             raise TraceError(f"{path} has no tensor {name!r}, which every {TRACE} file has.")
+        if tensors[name].dtype.kind not in "iu":
+            raise TraceError(f"{path}: tensor {name!r} has dtype {tensors[name].dtype}; whole numbers are needed.")
     if metadata.get("id_space", "logical") != "logical":
         raise TraceError(f"{path} has id_space={metadata['id_space']!r}: ids must be logical, before any physical map.")
     token_fields, sequence_fields = _fields(path, metadata, tensors)
@@ -244,7 +218,7 @@ def _fields(path: str | Path, metadata: dict[str, str], tensors: dict[str, np.nd
     """Extra tensors by what their first axis counts: as the metadata says, else by their size."""
     named = {kind: [n for n in metadata.get(kind, "").split(",") if n] for kind in ("token_fields", "sequence_fields")}
     tokens = int(tensors["num_tokens"].sum())
-    for name in sorted(set(tensors) - set(_TRACE_TENSORS) - {n for names in named.values() for n in names}):
+    for name in sorted(set(tensors) - set(TRACE_TENSORS) - {n for names in named.values() for n in names}):
         size = len(tensors[name]) if tensors[name].ndim else -1
         if size not in (tokens, len(tensors["num_tokens"])):
             raise TraceError(f"{path}: tensor {name!r} of shape {tensors[name].shape} counts neither tokens nor sequences.")
@@ -277,9 +251,10 @@ def _layer_ids(tensors: dict[str, np.ndarray], counted: str) -> np.ndarray:
     return tensors.get("layer_ids", np.arange(tensors[counted].shape[1] if tensors[counted].ndim == 3 else 0))
 
 
-def _expect(path: str | Path, metadata: dict[str, str], kind: str) -> None:
-    if metadata.get("format") != kind:
-        raise TraceError(f"{path} has format {metadata.get('format', '(none)')!r}; {kind!r} is needed.")
+def _expect(path: str | Path, metadata: dict[str, str], *kinds: str) -> None:
+    if metadata.get("format") not in kinds:
+        wanted = " or ".join(map(repr, kinds))
+        raise TraceError(f"{path} has format {metadata.get('format', '(none)')!r}; {wanted} is needed.")
 
 
 def _number(path: str | Path, metadata: dict[str, str], name: str) -> int:
@@ -293,6 +268,8 @@ def _number(path: str | Path, metadata: dict[str, str], name: str) -> int:
 
 def _read(path: str | Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
     """Metadata and memory-mapped tensors. safetensors checks the header and the file's size; we map the bytes."""
+    if Path(path).is_dir():
+        raise TraceError(f"{path} is a folder: name a file.")
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}

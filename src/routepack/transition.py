@@ -9,15 +9,17 @@ import numpy as np
 
 from routepack.communication import nodes_per_group
 from routepack.components.move_policy import MoveChoice, moved_between
+from routepack.cost import num_packed_groups, ranks_per_group
 from routepack.errors import PlanError
-from routepack.types import ExpertPlacement
+from routepack.types import ExpertPlacement, Packing
 
 
 def moved_on(search: Any, best: Any, baseline: Any, previous: ExpertPlacement) -> tuple[Any, dict[str, float]]:
     """The candidate that the planner's move policy makes of *best*, and the moves' figures for a plan's ``parts``.
 
-    Ranks are numbered near the previous ones first. Where layers then stay, sequences are packed again for the placement
-    that results, and for no layer moving at all; the policy's ``worth`` chooses.
+    Ranks are numbered near the previous ones first. A policy that compares chooses layers twice: between staying and the
+    few swaps that serve this packing best, then between that and the plan's placement. Sequences are packed again for what
+    results, and for no layer moving at all; the policy's ``worth`` chooses.
 
     Raises PlanError where *previous* is of another model.
     """
@@ -26,29 +28,54 @@ def moved_on(search: Any, best: Any, baseline: Any, previous: ExpertPlacement) -
             f"previous places {previous.num_layers} layers of {previous.num_experts} experts; the window has "
             f"{best.placement.num_layers} of {best.placement.num_experts}."
         )
-    near = _near(search, best, baseline, previous)
+    # A plan held to equal numbers of sequences may be worth more than its baseline, which is not.
+    limit = max(baseline.evaluation.value, best.evaluation.value)
+    near = _near(search, best, limit, previous)
     policy = search.planner.move_policy
     if not policy.compares:
         return near, _figures(search, near, previous)
     kept = search.priced(previous, near.packing, search.load_of(previous))
-    choice = MoveChoice(
-        moved=near.evaluation,
-        kept=kept.evaluation,
-        rates=search.rates,
-        num_layers=previous.num_layers,
-        move_seconds_L=policy.seconds_L(previous, near.placement, search.topology),
-        limit=baseline.evaluation.value,
-    )
-    moved_L = policy.moves(choice)
-    placements = [_mixed(near.placement, previous, moved_L), previous] if not moved_L.all() else [near.placement]
-    candidates = [near] + [candidate for placed in placements for candidate in _packings(search, placed, near)]
-    allowed = [one for one in candidates if one.evaluation.value <= baseline.evaluation.value]
+    partly = _chosen_layers(search, kept, _refined(search, previous, near.packing), previous, limit=float("inf"))
+    mostly = _chosen_layers(search, partly, near, previous, limit=limit)
+    placements = [previous, partly.placement, mostly.placement]
+    candidates = [near, *(candidate for placed in placements for candidate in _packings(search, placed, near))]
+    allowed = [one for one in candidates if one.evaluation.value <= limit and search.allowed(one)]
     chosen = min(allowed, key=lambda one: _worth(search, one, previous))
     values = {"value_if_moved": near.evaluation.value, "value_if_kept": kept.evaluation.value}
     return chosen, _figures(search, chosen, previous) | values
 
 
-def _near(search: Any, best: Any, baseline: Any, previous: ExpertPlacement) -> Any:
+def _chosen_layers(search: Any, kept: Any, moved: Any, previous: ExpertPlacement, *, limit: float) -> Any:
+    """The first of two candidates with the layers of the second that the policy takes; the packing of both is the same."""
+    policy, topology = search.planner.move_policy, search.topology
+    seconds_L = [policy.seconds_L(previous, one.placement, topology) for one in (kept, moved)]
+    choice = MoveChoice(
+        moved=moved.evaluation,
+        kept=kept.evaluation,
+        rates=search.rates,
+        num_layers=previous.num_layers,
+        move_seconds_L=seconds_L[1] - seconds_L[0],
+        limit=limit,
+    )
+    placement = _mixed(moved.placement, kept.placement, policy.moves(choice))
+    return search.priced(placement, kept.packing, search.load_of(placement))
+
+
+def _refined(search: Any, previous: ExpertPlacement, packing: Packing) -> Any:
+    """The previous placement after the rerouter's swaps for this packing: most of the gain for few of the moves."""
+    from routepack.solvers.placement import keep_in_place
+
+    unit_of_S = packing.cell_of_S // ranks_per_group(search.topology)
+    joined = num_packed_groups(search.topology) if search.planner.sync == "layer" else 1
+    refined = search.rerouter.refine_placement(previous, search.demand, unit_of_S, search.topology, joined_units=joined)
+    ranks = search.topology.expert_parallel_degree
+    # Every rank a node of its own: none is renumbered, and who stays keeps his slot.
+    slots_LP = keep_in_place(refined.physical_to_logical_LP, previous.physical_to_logical_LP, ranks, num_nodes=ranks)
+    placement = ExpertPlacement(physical_to_logical_LP=slots_LP)
+    return search.priced(placement, packing, search.load_of(placement))
+
+
+def _near(search: Any, best: Any, limit: float, previous: ExpertPlacement) -> Any:
     """The candidate with ranks renumbered and slots kept; priced again where it matters which rank is whose neighbour."""
     from routepack.solvers.placement import keep_in_place
 
@@ -59,7 +86,7 @@ def _near(search: Any, best: Any, baseline: Any, previous: ExpertPlacement) -> A
     if not search.rates.links_cost:
         return replace(best, placement=placement)
     near = search.priced(placement, best.packing, search.load_of(placement))
-    return near if near.evaluation.value <= baseline.evaluation.value else best
+    return near if near.evaluation.value <= limit else best
 
 
 def _mixed(moved: ExpertPlacement, kept: ExpertPlacement, moved_L: np.ndarray) -> ExpertPlacement:

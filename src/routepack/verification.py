@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from routepack.checks import instance
+from routepack.errors import PlanError
 from routepack.types import Plan, RoutingDemand
 
 TOLERANCE = 1e-9
@@ -22,13 +24,15 @@ def verify(plan: Plan, demand: RoutingDemand) -> list[str]:
     equal microbatches, whole experts on every rank), that its value, baseline, bound and certificate are
     what they claim, and that it is no worse than its baseline.
     """
+    instance("plan", plan, Plan, error=PlanError)
+    instance("demand", demand, RoutingDemand, error=PlanError)
     problems = [*_identity(plan, demand), *_shapes(plan, demand)]
     return problems or [*_cells(plan, demand), *_prices(plan, demand), *_bounds(plan, demand), *_rows(plan, demand)]
 
 
 def _identity(plan: Plan, demand: RoutingDemand) -> Iterator[str]:
     if plan.content_digest() != plan.digest:
-        yield "the plan was changed after it was made: its cells, order, slots or lengths do not give its digest."
+        yield "the plan was changed after it was made: its cells, order, slots, lengths or figures do not give its digest."
     if plan.demand_digest != demand.digest:
         yield "the plan was made for another window: the digest of its demand differs."
     if len(plan.length_S) == demand.num_sequences:
@@ -181,11 +185,16 @@ def _first_fit(length_S: np.ndarray, plan: Plan) -> np.ndarray | None:
     num_cells = _asked(plan, -(-int(cell_S.max() + 1) // ranks)) * ranks
     if num_cells > len(length_S):
         return None
+    held = np.bincount(cell_S, minlength=num_cells)
+    filled = np.zeros(num_cells, dtype=np.int64)
+    np.add.at(filled, cell_S, length_S)
     for empty in range(int(cell_S.max()) + 1, num_cells):
-        several = np.bincount(cell_S, minlength=num_cells) > 1
-        giver = max(np.flatnonzero(several).tolist(), key=lambda c: (int(length_S[cell_S == c].sum()), -c))
+        giver = int(np.argmax(filled * (held > 1)))
         members = np.flatnonzero(cell_S == giver).tolist()
-        cell_S[max(members, key=lambda s: (length_S[s], -s))] = empty
+        moved = max(members, key=lambda s: (length_S[s], -s))
+        cell_S[moved] = empty
+        held[giver], held[empty] = held[giver] - 1, 1
+        filled[giver], filled[empty] = filled[giver] - length_S[moved], length_S[moved]
     return cell_S
 
 

@@ -25,7 +25,11 @@ def recorded(draw):
     rows = draw(st.lists(st.integers(1, 30), min_size=1, max_size=9))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     fits = [d for d in (np.uint8, np.int16, np.uint16, np.int32, np.int64) if np.iinfo(d).max >= experts - 1]
-    ids = rng.integers(0, experts, (sum(rows), layers, top_k)).astype(draw(st.sampled_from(fits)))
+    # Distinct in a row: an offset below E on top of a first id.
+    offsets = np.stack([np.zeros((sum(rows), layers), int), rng.integers(1, experts, (sum(rows), layers))], axis=-1)[
+        ..., :top_k
+    ]
+    ids = ((rng.integers(0, experts, (sum(rows), layers, 1)) + offsets) % experts).astype(draw(st.sampled_from(fits)))
     valid = rng.random(sum(rows)) < draw(st.sampled_from([0.7, 1.0]))
     return batch_of(ids, rows, num_experts=experts, valid_T=draw(st.sampled_from([valid, None])))
 
@@ -81,9 +85,16 @@ def test_a_long_sequence_does_not_wrap_around():
     assert RoutingDemandCollector().collect(batch_of(ids, [70_000], num_experts=1)).tokens_LE.tolist() == [[70_000]]
 
 
-def test_duplicate_ids_in_a_row_count_twice():
-    ids = np.array([[[3, 3, 5]]], np.uint8)
-    assert RoutingDemandCollector().collect(batch_of(ids, [1], num_experts=6)).tokens_LE.tolist() == [[0, 0, 0, 2, 0, 1]]
+def test_filler_that_nobody_masked_is_named():
+    ids = np.zeros((4, 1, 2), np.uint8)
+    with pytest.raises(TraceError, match=r"sequence 0 routes 8 times to expert 0 of MoE layer 0 in 4 valid rows.*mark filler"):
+        RoutingDemandCollector().collect(batch_of(ids, [4], num_experts=4))
+
+
+def test_more_experts_than_bytes_can_name_are_counted_all_the_same():
+    ids = np.array([[[3]], [[255]]], np.uint8)
+    tokens_LE = RoutingDemandCollector().collect(batch_of(ids, [2], num_experts=512)).tokens_LE
+    assert (tokens_LE[0, 3], tokens_LE[0, 255], tokens_LE.sum()) == (1, 1, 2)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32])
@@ -123,8 +134,10 @@ def test_demand_starts_over():
 def test_sequences_of_different_models_are_refused():
     collector = RoutingDemandCollector(num_experts=2)
     collector.add(np.zeros((1, 1, 1), np.uint8), num_tokens=2)
-    with pytest.raises(TraceError, match="sequence 1 records 2 layers"):
+    with pytest.raises(TraceError, match="sequence 1 records 2 layers of top-1 routes"):
         collector.add(np.zeros((1, 2, 1), np.uint8), num_tokens=2)
+    with pytest.raises(TraceError, match="sequence 1 records 1 layers of top-2 routes"):
+        collector.add(np.array([[[0, 1]]], np.uint8), num_tokens=2)
 
 
 @pytest.mark.parametrize("options", [{"min_coverage": 1.5}, {"num_threads": -1}])

@@ -9,7 +9,7 @@ from routepack.components.packer import AttentionAwarePacker
 from routepack.components.rerouter import ExpertRerouter
 from routepack.errors import ConfigError
 from routepack.planner import Planner
-from routepack.testing import check_rerouter
+from routepack.testing import check_rerouter, synthetic_demand
 from routepack.types import RoutingDemand, Topology
 from routepack.verification import verify
 
@@ -69,6 +69,18 @@ def test_families_of_sequences_get_a_node_of_their_own():
     }
     assert plans["near"].parts["planned.across_share"] < 0.1 < 0.3 < plans["blind"].parts["planned.across_share"]
     assert plans["near"].value < plans["blind"].value
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cells_keep_their_seats_where_ranks_must_hold_equally_many_sequences(seed):
+    demand = synthetic_demand(num_sequences=64, max_length=128, skew=2.0, seed=seed)
+    topology = Topology(data_parallel_degree=4, expert_parallel_degree=4, ranks_per_node=2)
+    packer = AttentionAwarePacker(max_tokens=256, equal_sequences=True)
+    links = WindowNormalizedLinks(across_share=5.0)
+    plan = Planner(topology=topology, packer=packer, rerouter=HierarchicalRerouter(), links=links, num_proposals=2000).plan(
+        demand
+    )
+    assert verify(plan, demand) == []
 
 
 def test_experts_that_do_not_divide_name_the_nearest_degrees_that_do():

@@ -214,6 +214,20 @@ def test_plans_that_keep_layers_are_accepted_by_the_independent_checker(seed, sy
     assert plan.parts["layers_kept"] <= 4
 
 
+@pytest.mark.parametrize("seconds", [1e-9, 3e-3, 1e6])
+def test_equal_numbers_of_sequences_stay_equal(seconds):
+    made = planner(
+        topology=Topology(data_parallel_degree=4, expert_parallel_degree=4, ranks_per_node=2),
+        packer=AttentionAwarePacker(max_tokens=512, equal_sequences=True),
+        links=WindowNormalizedLinks(),
+        rerouter=HierarchicalRerouter(),
+        move_policy=at(seconds),
+    )
+    plan = made.plan(DEMAND, previous=IDENTITY)
+    assert np.bincount(plan.packing.cell_of_S % 4).tolist() == [24] * 4
+    assert verify(plan, DEMAND) == []
+
+
 @pytest.mark.parametrize("sync", SYNCS)
 def test_decisions_do_not_depend_on_threads(sync):
     plans = [

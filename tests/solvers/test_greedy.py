@@ -36,3 +36,17 @@ def test_filling_empty_cells_moves_only_into_them(length_S, extra):
     assert (filled[moved] >= used).all()
     assert np.bincount(filled, minlength=used + extra).max() >= 1
     assert len(set(filled.tolist())) == min(used + extra, len(length_S))
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(1, 9), st.integers(20, 60))
+def test_longest_first_takes_the_cheapest_cell_with_room(lengths, num_cells, cap):
+    costs = [(7 * length) % 11 + 1 for length in lengths]
+    cost, tokens, expected = [0] * num_cells, [0] * num_cells, [-1] * len(lengths)
+    for s in sorted(range(len(lengths)), key=lambda s: (-costs[s], s)):
+        open_cells = [c for c in range(num_cells) if tokens[c] + lengths[s] <= cap]
+        if open_cells:
+            expected[s] = min(open_cells, key=lambda c: (cost[c], c))
+            cost[expected[s]] += costs[s]
+            tokens[expected[s]] += lengths[s]
+    found = longest_first(np.array(costs), num_cells, length_S=np.array(lengths), max_tokens=cap)
+    assert found.tolist() == expected

@@ -81,6 +81,15 @@ def test_a_packing_that_is_known_to_exist_is_never_denied(seed, bins, wasted):
     assert cell_of_S is None or cell_of_S.max() < bins
 
 
+@given(TIGHT, st.integers(1, 3), st.integers(1, 3))
+def test_certified_rows_are_the_fewest_that_the_rules_allow(lengths, ranks, multiple):
+    certificate, cell_of_S = certify_rows(np.array(lengths), 100, ranks, rules=PackingRules(microbatch_multiple=multiple))
+    fewest = -(-fewest_bins_of_sets(lengths, 100) // ranks)
+    assert certificate.certified
+    assert certificate.num_microbatches == -(-fewest // multiple) * multiple
+    assert np.bincount(cell_of_S, lengths).max() <= 100
+
+
 def fewest_bins_of_sets(lengths, cap):
     """By dynamic programming over all subsets: (bins, tokens in the last), the least first."""
     best = {0: (1, 0)}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from routepack.checks import real, whole
 from routepack.errors import ConfigError, TraceError
 from routepack.types import RolloutBatch, RoutingDemand
 
@@ -33,10 +34,9 @@ class RoutingDemandCollector:
     _coverage: list[float] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.min_coverage <= 1.0:
-            raise ConfigError(f"collector.min_coverage={self.min_coverage} must lie between 0 and 1.")
-        if self.num_threads < 0:
-            raise ConfigError(f"collector.num_threads={self.num_threads} must be 0 (all cores) or more.")
+        real("collector.min_coverage", self.min_coverage, least=0.0, most=1.0)
+        whole("collector.num_threads", self.num_threads, least=0, most=1024)
+        whole("collector.num_experts", self.num_experts, least=0, most=2**31 - 1)
 
     def collect(self, batch: RolloutBatch) -> RoutingDemand:
         """The demand of a batch.
@@ -66,10 +66,11 @@ class RoutingDemandCollector:
             group_S=np.asarray([group]),
         )
         demand, coverage_S = self._count(batch)
-        if self._arrived and demand.tokens_SLE.shape[1:] != self._arrived[0].tokens_SLE.shape[1:]:
+        first = self._arrived[0] if self._arrived else demand
+        if (demand.num_layers, demand.top_k) != (first.num_layers, first.top_k):
             raise TraceError(
-                f"sequence {len(self._arrived)} records {demand.num_layers} layers; the ones before it recorded "
-                f"{self._arrived[0].num_layers}."
+                f"sequence {len(self._arrived)} records {demand.num_layers} layers of top-{demand.top_k} routes; the ones "
+                f"before it recorded {first.num_layers} of top-{first.top_k}."
             )
         self._arrived.append(demand)
         self._coverage.append(float(coverage_S[0]))
@@ -101,6 +102,7 @@ class RoutingDemandCollector:
         rows_S = _valid_rows(batch)
         counted_SL = tokens_SLE.sum(axis=2, dtype=np.int64)
         assert (counted_SL == rows_S[:, None] * batch.top_k).all(), "a valid row was not counted top_k times"
+        _check_distinct(tokens_SLE, rows_S)
         demand = RoutingDemand(
             tokens_SLE=tokens_SLE,
             length_S=batch.num_tokens_S,
@@ -143,6 +145,19 @@ def _valid_rows(batch: RolloutBatch) -> np.ndarray:
     if batch.valid_T is None:
         return np.diff(batch.cu_seqlens)
     return np.diff(np.concatenate([[0], np.cumsum(batch.valid_T, dtype=np.int64)])[batch.cu_seqlens])
+
+
+def _check_distinct(tokens_SLE: np.ndarray, rows_S: np.ndarray) -> None:
+    """A row names an expert once, so no count exceeds the rows: filler that nobody masked does."""
+    most_S = tokens_SLE.max(axis=(1, 2), initial=0)
+    wrong = np.flatnonzero(most_S > rows_S)
+    if len(wrong):
+        s = int(wrong[0])
+        layer, expert = np.unravel_index(int(tokens_SLE[s].argmax()), tokens_SLE.shape[1:])
+        raise TraceError(
+            f"sequence {s} routes {most_S[s]} times to expert {expert} of MoE layer {layer} in {rows_S[s]} valid rows "
+            f"({len(wrong)} such sequences): a row's ids are distinct; mark filler rows in the validity mask (valid_T)."
+        )
 
 
 def _bad_id(batch: RolloutBatch, flat_index: int) -> TraceError:

@@ -17,14 +17,17 @@ from routepack.types import ExpertPlacement, Topology
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MoveChoice:
-    """One window's packing under two placements: with all experts moved to where the plan would have them, and with none."""
+    """One window's packing under two placements: with all experts moved on, and with none.
+
+    "None" is where the experts are, or what was chosen already: then *move_seconds_L* is what moving on takes more, or less.
+    """
 
     moved: Evaluation
     kept: Evaluation
     rates: CostRates
     num_layers: int
     move_seconds_L: np.ndarray
-    """float64 [L]: what moving each layer takes."""
+    """float64 [L]: what moving each layer takes, beyond not moving it on."""
     limit: float
     """The value that a plan must not exceed: its baseline's."""
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
+from routepack.checks import real, whole
 from routepack.cost import CostRates, num_packed_groups, ranks_per_group
 from routepack.errors import ConfigError, InfeasibleError, PlanError
 from routepack.types import Certificate, Packing, PackingRules, Sync, Topology
@@ -81,11 +82,9 @@ class Packer(ABC):
     """Whether :meth:`assign` starts from ``start_cell_of_S``, so that packing again after a refined placement pays."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int | np.integer) or self.max_tokens < 1:
-            raise ConfigError(f"packer.max_tokens={self.max_tokens!r} must be a whole number of at least 1.")
-        for name in ("certify_steps", "certify_seconds"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"packer.{name}={getattr(self, name)!r} must be at least 0.")
+        whole("packer.max_tokens", self.max_tokens, least=1)
+        whole("packer.certify_steps", self.certify_steps, least=0)
+        real("packer.certify_seconds", self.certify_seconds, least=0.0, most=86_400.0)
         if self.certify_seconds and importlib.util.find_spec("ortools") is None:
             raise ConfigError(
                 f"packer.certify_seconds={self.certify_seconds} asks CP-SAT, and ortools is not installed: "
@@ -237,8 +236,16 @@ class Packer(ABC):
                 f"packer.microbatch_multiple={self.microbatch_multiple} ask for {self.rules.allowed(rows)}."
             )
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in {"pack", "certify"} & set(vars(cls)):
+            raise TypeError(f"{cls.__name__}.{name} must not be overridden: implement assign, which {name} checks.")
+
     def _assigned(self, problem: PackingProblem) -> np.ndarray:
-        cell_of_S = np.asarray(self.assign(problem))
+        given = replace(problem, length_S=problem.length_S.copy())
+        cell_of_S = np.asarray(self.assign(given))
+        if not np.array_equal(given.length_S, problem.length_S):
+            raise PlanError(f"{type(self).__name__} changed problem.length_S: copy it first.")
         if cell_of_S.shape != problem.length_S.shape or cell_of_S.dtype.kind not in "iu":
             raise PlanError(
                 f"{type(self).__name__} gave cells of shape {cell_of_S.shape} and dtype {cell_of_S.dtype}; "
@@ -301,6 +308,10 @@ class AttentionAwarePacker(Packer):
     threads: int = 2
     """Threads that anneal at once; the plan does not depend on it."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("packer.threads", self.threads, least=1, most=1024)
+
     def assign(self, problem: PackingProblem) -> np.ndarray:
         """The best packing met."""
         from routepack.solvers import anneal
@@ -331,7 +342,8 @@ class AttentionAwarePacker(Packer):
             "length_S": problem.length_S,
             "load_SRL": problem.load_SRL,
             "weights": Weights.of(problem.cost_SI, problem.rates.expert, int(problem.load_SRL.sum(dtype=np.int64))),
-            "max_tokens": self.max_tokens,
+            # A cell never holds more than the window, however large the cap; the search counts rows in 32 bits.
+            "max_tokens": min(self.max_tokens, int(problem.length_S.sum())),
             "num_cells": problem.num_cells,
             "cells_per_unit": ranks_per_group(problem.topology),
             "num_groups": num_packed_groups(problem.topology),

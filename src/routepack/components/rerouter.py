@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 
+from routepack.checks import whole
 from routepack.cost import CostRates
 from routepack.errors import PlanError, RoutePackError
 from routepack.types import ExpertPlacement, Packing, RoutingDemand, Sync, Topology
@@ -19,6 +20,11 @@ class Rerouter(ABC):
 
     refines: ClassVar[bool] = False
     """Whether :meth:`refine` can do better once sequences are packed."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in {"place", "refine_placement"} & set(vars(cls)):
+            raise TypeError(f"{cls.__name__}.{name} must not be overridden: implement assign, which {name} checks.")
 
     @abstractmethod
     def assign(self, tokens_LE: np.ndarray, num_ranks: int) -> np.ndarray:
@@ -151,6 +157,9 @@ class ExpertRerouter(Rerouter):
     """At most so many passes over all pairs of ranks when refining a layer."""
     swaps_per_layer: int = 8000
     """Swaps of experts tried in a layer, each time that a placement is annealed on the packed units."""
+
+    def __post_init__(self) -> None:
+        whole("rerouter.sweeps", self.sweeps, least=0, most=2**31 - 1)
 
     def assign(self, tokens_LE: np.ndarray, num_ranks: int) -> np.ndarray:
         """LPT with equal counts, then the best swap of the fullest rank until none helps."""

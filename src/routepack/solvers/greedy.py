@@ -27,6 +27,31 @@ def first_fit(
 
 @njit(nogil=True, cache=True)
 def _first_fit(length_S, order_S, max_tokens, tightest, cell_of_S):
+    if tightest:
+        return _best_fit(length_S, order_S, max_tokens, cell_of_S)
+    # A tree over all cells there could be, each node with the most room of any cell below it.
+    leaves = 1
+    while leaves < length_S.size:
+        leaves *= 2
+    room_N = np.full(2 * leaves, max_tokens, np.int64)
+    used = 0
+    for s in order_S:
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room_N[node] < length_S[s]:
+                node += 1
+        cell_of_S[s] = node - leaves
+        used = max(used, node - leaves + 1)
+        room_N[node] -= length_S[s]
+        while node > 1:
+            node //= 2
+            room_N[node] = max(room_N[2 * node], room_N[2 * node + 1])
+    return used
+
+
+@njit(nogil=True, cache=True)
+def _best_fit(length_S, order_S, max_tokens, cell_of_S):
     tokens_C = np.zeros(length_S.size, np.int64)
     used = 0
     for s in order_S:
@@ -34,8 +59,6 @@ def _first_fit(length_S, order_S, max_tokens, tightest, cell_of_S):
         for c in range(used):
             if tokens_C[c] + length_S[s] <= max_tokens and (best < 0 or tokens_C[c] > tokens_C[best]):
                 best = c
-                if not tightest:
-                    break
         if best < 0:
             best = used
             used += 1
@@ -65,17 +88,42 @@ def longest_first(
 
 @njit(nogil=True, cache=True)
 def _longest_first(cost_S, order_S, num_cells, length_S, max_tokens, cell_of_S):
-    cost_C = np.zeros(num_cells)
+    # A tree over the cells, each node with the least cost of any cell below it.
+    leaves = 1
+    while leaves < num_cells:
+        leaves *= 2
+    cost_N = np.full(2 * leaves, np.inf)
+    cost_N[leaves : leaves + num_cells] = 0.0
+    for node in range(leaves - 1, 0, -1):
+        cost_N[node] = min(cost_N[2 * node], cost_N[2 * node + 1])
     tokens_C = np.zeros(num_cells, np.int64)
     for s in order_S:
-        best = -1
-        for c in range(num_cells):
-            if tokens_C[c] + length_S[s] <= max_tokens and (best < 0 or cost_C[c] < cost_C[best]):
-                best = c
-        cell_of_S[s] = best
-        if best >= 0:
-            cost_C[best] += cost_S[s]
-            tokens_C[best] += length_S[s]
+        node = 1
+        while node < leaves:
+            node *= 2
+            if cost_N[node] > cost_N[node + 1]:
+                node += 1
+        cell = node - leaves
+        if tokens_C[cell] + length_S[s] > max_tokens:
+            cell = _cheapest_with_room(cost_N[leaves:], tokens_C, max_tokens - length_S[s])
+        cell_of_S[s] = cell
+        if cell < 0:
+            continue
+        tokens_C[cell] += length_S[s]
+        node = leaves + cell
+        cost_N[node] += cost_S[s]
+        while node > 1:
+            node //= 2
+            cost_N[node] = min(cost_N[2 * node], cost_N[2 * node + 1])
+
+
+@njit(nogil=True, cache=True)
+def _cheapest_with_room(cost_C, tokens_C, most):
+    best = -1
+    for c in range(tokens_C.size):
+        if tokens_C[c] <= most and (best < 0 or cost_C[c] < cost_C[best]):
+            best = c
+    return best
 
 
 def fill_empty(cell_of_S: np.ndarray, length_S: np.ndarray, num_cells: int) -> np.ndarray:

@@ -34,7 +34,7 @@ def count_experts(
     threads = num_threads or len(os.sched_getaffinity(0))
     edges = _balanced_edges(cu_seqlens, 4 * threads if threads > 1 else 1)
 
-    kernel = _count_bytes if ids_TJ.dtype == np.uint8 else _count_checked
+    kernel = _count_bytes if ids_TJ.dtype == np.uint8 and num_experts <= 256 else _count_checked
 
     def count(block: int) -> int:
         sequences = slice(edges[block], edges[block + 1])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from routepack.errors import InfeasibleError
 from routepack.solvers import _anneal_kernels as kernels
 from routepack.solvers._joined_kernels import SLOPE, anneal_joined
 from routepack.solvers.loads import summed_by_unit
@@ -56,8 +57,13 @@ class Layout:
         self.energy_per_cost = weights.scale
         self.expert, self.max_tokens = np.int64(weights.expert), np.int64(max_tokens)
         self.num_cells, self.cells_per_unit, self.num_groups = num_cells, cells_per_unit, num_groups
-        rows_per_token = float((load_SRL.sum(axis=1, dtype=np.int64).max(axis=1) / length_S).max())
-        assert cells_per_unit * max_tokens * rows_per_token < 2**31, "a unit's rows do not fit int32"
+        rows_S = load_SRL.sum(axis=1, dtype=np.int64).max(axis=1)
+        unit_rows = min(cells_per_unit * max_tokens * float((rows_S / length_S).max()), float(rows_S.sum()))
+        if unit_rows >= 2**31:
+            raise InfeasibleError(
+                f"packer.max_tokens={max_tokens} lets {cells_per_unit} ranks route {unit_rows:.0f} rows at once; "
+                f"{2**31 - 1} can be counted: lower it."
+            )
         self.restore(np.asarray(cell_of_S)[self.order_S])
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
@@ -222,5 +223,6 @@ def _check_fit(experiment: Experiment) -> None:
 
 def _check_at_least(section: str, settings: object, **lowest: float) -> None:
     for name, limit in lowest.items():
-        if not getattr(settings, name) >= limit:
-            raise ConfigError(f"{section}.{name}={getattr(settings, name)} must be at least {limit}.")
+        value = getattr(settings, name)
+        if not limit <= value < math.inf:
+            raise ConfigError(f"{section}.{name}={value} must be at least {limit}, and finite.")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from routepack.checks import real
 from routepack.errors import ConfigError
 
 
@@ -64,8 +65,7 @@ class GRPOTokenLoss(TokenLoss):
     def __post_init__(self) -> None:
         if not 0.0 <= self.clip_low < 1.0:
             raise ConfigError(f"loss.clip_low={self.clip_low} must lie in [0, 1): a ratio of probabilities is positive.")
-        if not self.clip_high >= 0.0:
-            raise ConfigError(f"loss.clip_high={self.clip_high} must not be negative.")
+        real("loss.clip_high", self.clip_high, least=0.0)
 
     def __call__(self, logprobs: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
         """float32 [n]: ``-min(ratio * advantage, clipped ratio * advantage)``."""

@@ -80,7 +80,7 @@ class RLRun:
             seed=[experiment.seed, DEMONSTRATED, step],
         )
         plan = self.agreed_plan(lambda: self.warmup_planner.plan(even_demand(batch)))
-        set_learning_rate(self.trainer, settings.rate_at(step))
+        self.trainer.set_learning_rate(settings.rate_at(step))
         figures = self.trainer.update(batch, plan, CrossEntropyTokenLoss())
         return figures | {"seconds": time.monotonic() - started}
 
@@ -97,7 +97,7 @@ class RLRun:
         logprobs_old = self.trainer.log_probabilities(batch, plan)
         clock.lap("logprobs")
         trained = replace(batch, token_fields={**batch.token_fields, "logprobs_old": logprobs_old})
-        set_learning_rate(self.trainer, experiment.rl.rate_at(step))
+        self.trainer.set_learning_rate(experiment.rl.rate_at(step))
         figures: dict[str, float] = {}
         for _ in range(experiment.rl.updates_per_window):
             figures = self.trainer.update(trained, plan, experiment.loss)
@@ -179,14 +179,6 @@ def window_figures(batch: RolloutBatch) -> dict[str, float]:
         "length_max": float(batch.num_tokens_S.max()),
         "logprob_difference_max": float(apart_N.max(initial=0.0)),
     }
-
-
-def set_learning_rate(trainer: RoutePackTrainer, rate: float) -> None:
-    """Use *rate* from the next update on. TorchTitan's schedule multiplies it by 1."""
-    for scheduler in trainer.lr_schedulers.schedulers:
-        scheduler.base_lrs = [rate] * len(scheduler.base_lrs)
-        for group in scheduler.optimizer.param_groups:
-            group["lr"] = rate
 
 
 SUMMARIZED = ("value", "baseline_value", "bound")

@@ -23,6 +23,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 
+from routepack.checks import real
 from routepack.errors import ConfigError
 from routepack.integrations.torchtitan.model import TrainedModel, num_experts_of
 
@@ -77,6 +78,10 @@ class TrainerSettings:
         for name in ("data_parallel_replicate_degree", "expert_parallel_degree", "pad_to_multiple_of", "timeout_seconds"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}={getattr(self, name)} must be at least 1.")
+        for name, least in (("learning_rate", 0.0), ("weight_decay", 0.0), ("epsilon", 1e-30), ("max_norm", 1e-30)):
+            real(f"trainer.{name}", getattr(self, name), least=least)
+        for beta in self.betas:
+            real("trainer.betas", beta, least=0.0, most=1.0 - 1e-12)
         if self.data_parallel_shard_degree != -1 and self.data_parallel_shard_degree < 1:
             raise ConfigError(
                 f"trainer.data_parallel_shard_degree={self.data_parallel_shard_degree} must be at least 1, or -1."
@@ -176,9 +181,8 @@ class StepMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Keep loss, gradient norm (before clipping) and learning rate."""
-        rate = next((float(value) for name, value in (extra_metrics or {}).items() if name.startswith("lr")), 0.0)
-        self.last = {"loss": global_avg_loss, "grad_norm": grad_norm, "learning_rate": rate}
+        """Keep loss and gradient norm (before clipping)."""
+        self.last = {"loss": global_avg_loss, "grad_norm": grad_norm}
 
 
 def config_fields(model: TrainedModel, settings: TrainerSettings) -> dict[str, Any]:

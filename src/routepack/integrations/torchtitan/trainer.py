@@ -107,10 +107,16 @@ class RoutePackTrainer(Trainer):
         self.gradient_accumulation_steps = len(microbatches)
         self.step += 1
         self.gc_handler.run(self.step)
+        learning_rate = self.learning_rate
         self.train_step(self._inputs(microbatches))
         if self.config.checkpoint.enable:
             self.checkpointer.save(self.step)
-        counts = {"trained_tokens": trained_tokens, "num_microbatches": len(microbatches), "experts_moved": experts_moved}
+        counts = {
+            "learning_rate": learning_rate,
+            "trained_tokens": trained_tokens,
+            "num_microbatches": len(microbatches),
+            "experts_moved": experts_moved,
+        }
         figures = {**cast(StepMetrics, self.metrics_processor).last, **self._mean_metrics(trained_tokens), **counts}
         return {name: float(value) for name, value in figures.items()}
 
@@ -128,6 +134,18 @@ class RoutePackTrainer(Trainer):
                 module.reshard()
         logprobs_N = materialize.scatter_back(microbatches, results, int(batch.num_tokens_S.sum()))
         return distributed.sum_over_ranks(torch.from_numpy(logprobs_N).to(self.device)).cpu().numpy()
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Use *rate* from the next update on. TorchTitan's schedule multiplies it, by 1 once warm-up is over."""
+        for scheduler in self.lr_schedulers.schedulers:
+            scheduler.base_lrs = [rate] * len(scheduler.base_lrs)
+            for group in scheduler.optimizer.param_groups:
+                group["lr"] = rate
+
+    @property
+    def learning_rate(self) -> float:
+        """What the next update uses."""
+        return float(next(iter(self.optimizers)).param_groups[0]["lr"])
 
     def move_experts(self, placement: ExpertPlacement) -> int:
         """Put the experts where *placement* says, weights and optimizer state; call it between optimizer steps.
