@@ -18,6 +18,7 @@ LEVELS = [
     {
         "locality",
         "transition",
+        "alternation",
         "planner",
         "peers",
         "background",

@@ -69,7 +69,7 @@ def tiny_windows(draw):
 @pytest.mark.parametrize("sync", SYNCS)
 @given(window=tiny_windows())
 @settings(max_examples=60)
-def test_no_plan_beats_the_bound_and_few_beat_ours(sync, window):
+def test_no_plan_beats_the_bound_and_none_beats_ours(sync, window):
     demand, topology, cost_model, cap = window
     packer = AttentionAwarePacker(max_tokens=cap)
     try:
@@ -83,9 +83,10 @@ def test_no_plan_beats_the_bound_and_few_beat_ours(sync, window):
     for name in ("force_balanced", "no_replication", "whole_sequences"):
         assert bounds[name] <= best * (1 + 1e-9), name
     plan = Planner(topology=topology, packer=packer, cost_model=cost_model, sync=sync, num_proposals=4000).plan(demand)
-    assert plan.value >= best * (1 - 1e-9)
-    # Placement is a local search: on four experts it may stop short, by how much is a matter of quality.
-    assert plan.value <= best * 1.25
+    # A baseline that packs into more microbatches can be worth less than all plans with the fewest; it is then taken.
+    assert plan.value >= best * (1 - 1e-9) or plan.num_microbatches > rows
+    # So small a window is planned by trying them all.
+    assert plan.value <= best * (1 + 1e-9)
 
 
 @given(st.lists(st.integers(0, 30), min_size=6, max_size=6), st.sampled_from([1, 2, 3, 6]))

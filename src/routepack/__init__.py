@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from routepack.components.hierarchical import HierarchicalRerouter
     from routepack.components.move_policy import AlwaysMove, MoveIfItPays, MovePolicy
     from routepack.components.packer import AttentionAwarePacker, FirstFitPacker, Packer, PackingProblem
+    from routepack.components.population import PopulationPacker
     from routepack.components.rerouter import ExpertRerouter, IdentityRerouter, Rerouter
     from routepack.cost import CostModel, CostRates, WindowNormalizedCost
     from routepack.errors import ConfigError, InfeasibleError, PlanError, RoutePackError, TraceError
@@ -50,6 +51,7 @@ _NAMES = {
     "components.hierarchical": ("HierarchicalRerouter",),
     "components.move_policy": ("AlwaysMove", "MoveIfItPays", "MovePolicy"),
     "components.packer": ("AttentionAwarePacker", "FirstFitPacker", "Packer", "PackingProblem"),
+    "components.population": ("PopulationPacker",),
     "components.rerouter": ("ExpertRerouter", "IdentityRerouter", "Rerouter"),
     "cost": ("CostModel", "CostRates", "WindowNormalizedCost"),
     "errors": ("ConfigError", "InfeasibleError", "PlanError", "RoutePackError", "TraceError"),
@@ -95,6 +97,7 @@ __all__ = [
     "PlanError",
     "PlanTiming",
     "Planner",
+    "PopulationPacker",
     "Rerouter",
     "RolloutBatch",
     "RoutePackError",

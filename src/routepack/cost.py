@@ -285,8 +285,8 @@ def link_cost(load_CRL: np.ndarray, topology: Topology, rates: CostRates) -> np.
     return rates.inside * traffic.inside_UL + rates.across * traffic.across_UL
 
 
-def sums_by(unit_of_S: np.ndarray, values: np.ndarray, num_units: int) -> np.ndarray:
-    """int64 [units, ...]: sums of *values* over the sequences of each unit; every unit has at least one."""
-    by_unit = np.argsort(unit_of_S, kind="stable")
-    starts = np.searchsorted(unit_of_S[by_unit], np.arange(num_units))
-    return np.add.reduceat(values[by_unit], starts, axis=0, dtype=np.int64)
+def sums_by(unit_of_S: np.ndarray, load_SRL: np.ndarray, num_units: int) -> np.ndarray:
+    """int64 [units, R, L]: sums over the sequences of each unit."""
+    from routepack.solvers.loads import summed_by_unit
+
+    return summed_by_unit(load_SRL, unit_of_S, num_units)

@@ -10,7 +10,7 @@ from importlib import metadata
 
 import numpy as np
 
-from routepack import bounds, cost, peers
+from routepack import alternation, bounds, cost, peers
 from routepack.checks import instance, real, whole
 from routepack.communication import FreeLinks, Links, nodes_per_group, traffic_of
 from routepack.components.collector import RoutingDemandCollector
@@ -22,12 +22,12 @@ from routepack.locality import brought_near
 from routepack.transition import moved_on
 from routepack.types import SYNCS, Certificate, ExpertPlacement, Packing, Plan, RolloutBatch, RoutingDemand, Sync, Topology
 
-PHASES = 4
-"""Times that a plan packs, with the placement refined after each."""
+FEWEST_PROPOSALS = 500
+"""Per sequence, by default, in however large a window."""
 ROUNDING = 1e-9
 """By so much a bound may exceed a value that it equals."""
-REFINE_SHARE = 0.2
-"""Share of a time limit kept for placing, pricing and bounds."""
+REFINE_SHARE = 0.1
+"""Share of a time limit kept for pricing, bounds and digests."""
 NO_MOVES: Mapping[str, float] = {}
 
 
@@ -98,7 +98,8 @@ class Planner:
         self.topology.slots_per_rank(demand.num_experts)
         search = _Search(planner=self, demand=demand, started=started)
         baseline = search.baseline()
-        found = [candidate for candidate in search.candidates() if search.allowed(candidate)]
+        search.keep_time()
+        found = [candidate for candidate in alternation.candidates(search) if search.allowed(candidate)]
         most = min(candidate.packing.num_microbatches for candidate in found)
         known = min(candidate.evaluation.value for candidate in found)
         # One microbatch more may lower the peaks on paper; each costs what no cost model here counts.
@@ -123,13 +124,13 @@ _COMPONENTS = {
 }
 
 
-def default_proposals(demand: RoutingDemand, topology: Topology) -> int:
-    """Proposals that a plan gets where nothing is set: 2000 a sequence, fewer where each costs much.
+def default_proposals(demand: RoutingDemand, topology: Topology, sync: Sync = "step") -> int:
+    """Proposals that a plan gets where nothing is set: 6000 a sequence, fewer where each costs much.
 
-    About 2 s on two cores for large windows, a tenth of that for small ones.
+    About 3 s on two cores for a window of 4,096 sequences, less for smaller ones.
     """
-    per_proposal = topology.expert_parallel_degree * demand.num_layers
-    return int(min(2000 * demand.num_sequences, 1e9 / per_proposal))
+    per_proposal = topology.expert_parallel_degree * demand.num_layers * (1 if sync == "step" else 2)
+    return int(min(6000 * demand.num_sequences, max(2.5e9 / per_proposal, FEWEST_PROPOSALS * demand.num_sequences)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,9 +156,15 @@ class _Search:
         inside, across = planner.links.checked_prices(demand, self.topology, rates.unit)
         self.rates = replace(rates, inside=inside, across=across)
         self.certificate, self.feasible = self.packer.certify(demand.length_S, self.topology, seed=planner.seed)
-        self.num_proposals = planner.num_proposals or default_proposals(demand, self.topology)
-        alternates = self.rerouter.refines and self.packer.improves
-        self.phases = PHASES if alternates else 1
+        self.num_proposals = planner.num_proposals or default_proposals(demand, self.topology, planner.sync)
+        limit = planner.time_limit_seconds
+        self.deadline = None if limit is None else self.started + limit * (1 - REFINE_SHARE)
+
+    def keep_time(self) -> None:
+        """Leave as much time for the end as the beginning took, up to a third: the same is priced, and more."""
+        if self.deadline is not None:
+            limit = self.planner.time_limit_seconds
+            self.deadline -= min(limit / 3, max(0.0, time.monotonic() - self.started - limit * REFINE_SHARE))
 
     def baseline(self) -> _Candidate:
         """Identity placement and first-fit packing."""
@@ -165,39 +172,7 @@ class _Search:
         load_SRL = self.load_of(placement)
         rules = {"min_microbatches": self.packer.min_microbatches, "microbatch_multiple": self.packer.microbatch_multiple}
         packer = FirstFitPacker(max_tokens=self.packer.max_tokens, **rules)
-        return self.priced(placement, packer.pack(self.problem(load_SRL, phase=0, start=None)), load_SRL)
-
-    def candidates(self):
-        """Placements and packings, alternated; every one of them legal."""
-        placement = self.rerouter.place(self.demand.tokens_LE, self.topology)
-        load_SRL, start = self.load_of(placement), None
-        for phase in range(self.phases):
-            packing = self.packer.pack(self.problem(load_SRL, phase=phase, start=start))
-            start = packing.cell_of_S
-            yield from self.dealt(self.priced(placement, packing, load_SRL), load_SRL)
-            if self.rerouter.refines:
-                unit_of_S = packing.cell_of_S // cost.ranks_per_group(self.topology)
-                joined = cost.num_packed_groups(self.topology) if self.planner.sync == "layer" else 1
-                placement = self.rerouter.refine_placement(
-                    placement, self.demand, unit_of_S, self.topology, joined_units=joined
-                )
-                load_SRL = self.load_of(placement)
-                yield from self.dealt(self.priced(placement, packing, load_SRL), load_SRL)
-
-    def dealt(self, candidate: _Candidate, load_SRL: np.ndarray):
-        """The candidate; where microbatches are waited for, also with its units dealt to them by falling cost."""
-        yield candidate
-        if self.planner.sync == "step":
-            return
-        # Any unit may be any microbatch of any group, and sorted units have the least sum of maxima.
-        width, cell_of_S = cost.ranks_per_group(self.topology), candidate.packing.cell_of_S
-        place_of_U = np.argsort(np.argsort(-candidate.evaluation.cost_MG.ravel(), kind="stable"))
-        packing = Packing(
-            cell_of_S=place_of_U[cell_of_S // width] * width + cell_of_S % width,
-            num_microbatches=candidate.packing.num_microbatches,
-            data_parallel_degree=candidate.packing.data_parallel_degree,
-        )
-        yield self.priced(candidate.placement, packing, load_SRL)
+        return self.priced(placement, packer.pack(self.problem(load_SRL)), load_SRL)
 
     def allowed(self, candidate: _Candidate) -> bool:
         """Whether the ranks' numbers of sequences are as the packer's rules want them."""
@@ -217,22 +192,21 @@ class _Search:
             for packing, attention in packings:
                 if attention + expert < known * (1 + ROUNDING):
                     load_SRL = self.load_of(placement) if load_SRL is None else load_SRL
-                    yield from self.dealt(self.priced(placement, packing, load_SRL), load_SRL)
+                    yield from alternation.dealt(self, self.priced(placement, packing, load_SRL), load_SRL)
 
     def peer_packings(self) -> list[tuple[Packing, float]]:
         """The baselines' packings, with the attention term of each."""
         nothing_SRL = np.zeros((self.demand.num_sequences, 1, 1), dtype=np.int32)
-        problem = self.problem(nothing_SRL, phase=0, start=None)
+        problem = self.problem(nothing_SRL)
         return [
             (packing, peers.least_attention(packing, self.demand.length_S, self.topology, self.rates))
             for packing in peers.packings_beside(self.packer, problem)
         ]
 
-    def problem(self, load_SRL: np.ndarray, *, phase: int, start: np.ndarray | None) -> PackingProblem:
-        """What the packer sees in one phase."""
-        planner, deadline = self.planner, None
-        if planner.time_limit_seconds is not None:
-            deadline = self.started + planner.time_limit_seconds * (1 - REFINE_SHARE) * (phase + 1) / self.phases
+    def problem(
+        self, load_SRL: np.ndarray, *, start: np.ndarray | None = None, seed: int | None = None, **search
+    ) -> PackingProblem:
+        """What the packer sees; *search*: further fields of the problem that steer its search."""
         load_SRL = load_SRL.view()
         # A packer that writes to what it is priced by must fail, not be believed.
         load_SRL.flags.writeable = False
@@ -245,11 +219,10 @@ class _Search:
             num_microbatches=self.certificate.num_microbatches,
             feasible_cell_of_S=self.feasible,
             start_cell_of_S=start,
-            sync=planner.sync,
-            seed=planner.seed * PHASES + phase,
-            num_proposals=self.num_proposals // self.phases,
-            deadline=deadline,
-            schedule=(phase / self.phases, (phase + 1) / self.phases),
+            sync=self.planner.sync,
+            seed=self.planner.seed if seed is None else seed,
+            deadline=self.deadline,
+            **{"num_proposals": self.num_proposals} | search,
         )
 
     def load_of(self, placement: ExpertPlacement) -> np.ndarray:

@@ -101,7 +101,8 @@ def _packings(search: Any, placement: ExpertPlacement, near: Any) -> list[Any]:
     if placement is not near.placement and search.packer.improves:
         start = near.packing.cell_of_S
         if near.packing.num_microbatches == search.certificate.num_microbatches:
-            problem = search.problem(load_SRL, phase=search.phases - 1, start=start)
+            quarter = -(-search.num_proposals // 4)
+            problem = search.problem(load_SRL, start=start, num_proposals=quarter, temperatures=(0.0, 0.0))
             candidates.append(search.priced(placement, search.packer.pack(problem), load_SRL))
     return candidates
 

@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routepack.bounds import placement_bound
-from routepack.solvers.placement import balanced_ranks, keep_in_place, refine_ranks, slots_of_ranks
+from routepack.solvers import _placement_kernels
+from routepack.solvers.placement import anneal_ranks, balanced_ranks, keep_in_place, refine_ranks, slots_of_ranks
 
 
 def rank_loads(tokens_LE, rank_of_LE, ranks):
@@ -64,3 +65,44 @@ def test_renumbered_ranks_move_nothing(ranks):
 
 def test_slots_list_the_experts_of_each_rank():
     assert slots_of_ranks(np.array([[1, 0, 1, 0]])).tolist() == [[1, 3, 0, 2]]
+
+
+def waited(load_EU, rank_of_E, ranks, joined):
+    peaks_U = np.stack([load_EU[rank_of_E == r].sum(axis=0) for r in range(ranks)]).max(axis=0)
+    return int(peaks_U.reshape(-1, joined).max(axis=1).sum())
+
+
+@pytest.mark.parametrize("joined", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_incremental_change_of_a_layer_equals_a_recomputation_exactly(ranks, joined):
+    load_EU = np.random.default_rng(0).integers(0, 1000, (16, 6)).astype(np.int32)
+    rank_of_E = (np.arange(16) % ranks).astype(np.int32)
+    before = waited(load_EU, rank_of_E, ranks, joined)
+    # 100,000 swaps, all of them taken.
+    pairs = 100_000 // _placement_kernels.SWAPS_PER_PAIR
+    change = _placement_kernels.anneal_layer(load_EU, rank_of_E, ranks, joined, pairs, 1e18, np.array([7], dtype=np.uint64))
+    assert (np.bincount(rank_of_E) == 16 // ranks).all()
+    assert waited(load_EU, rank_of_E, ranks, joined) == before + change
+
+
+def test_annealing_reaches_what_best_swaps_do_not():
+    load_LEU = np.random.default_rng(0).lognormal(5, 1, (6, 32, 12)).astype(np.int32)
+    start = balanced_ranks(load_LEU.sum(axis=2), 4)
+    annealed = start
+    for turn, temperature in enumerate(np.geomspace(300, 3, 20)):
+        annealed = anneal_ranks(load_LEU, annealed, 4, temperature=temperature, swaps_per_layer=4000, seed=turn)
+    totals = [
+        sum(waited(load_LEU[layer], ranks_LE[layer], 4, 1) for layer in range(6))
+        for ranks_LE in (annealed, refine_ranks(load_LEU, start, 4, sweeps=100))
+    ]
+    assert totals[0] < totals[1]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_annealed_ranks_do_not_depend_on_threads(threads):
+    load_LEU = np.random.default_rng(0).integers(0, 1000, (5, 16, 6)).astype(np.int32)
+    start = balanced_ranks(load_LEU.sum(axis=2), 4)
+    options = {"temperature": 100.0, "swaps_per_layer": 2000, "seed": 3}
+    reference = anneal_ranks(load_LEU, start, 4, threads=2, **options)
+    assert (anneal_ranks(load_LEU, start, 4, threads=threads, **options) == reference).all()
+    assert (anneal_ranks(load_LEU, start, 4, **options | {"seed": 4}) != reference).any()

@@ -39,8 +39,9 @@ class PackingProblem:
     """Moves and swaps that a search may try."""
     deadline: float | None = None
     """``time.monotonic()`` by which to be done; replaces ``num_proposals``."""
-    schedule: tuple[float, float] = (0.0, 1.0)
-    """Where on the way from hot to cold this call begins and ends, when a plan packs several times."""
+    temperatures: tuple[float, float] | None = None
+    """Where a search by annealing begins and ends, in the unit of the rates; (0, 0) only accepts what is better.
+    None: the packer finds its own, and ends with such a finish."""
 
     @property
     def num_cells(self) -> int:
@@ -107,6 +108,10 @@ class Packer(ABC):
 
         -1 for a sequence that it found no room for: it is then asked again, with one microbatch more.
         """
+
+    def typical_change(self, problem: PackingProblem) -> float:
+        """A typical change of what is annealed, in the unit of the rates, by one proposal; 0 where nothing is annealed."""
+        return 0.0
 
     @final
     def certify(self, length_S: np.ndarray, topology: Topology, *, seed: int = 0) -> tuple[Certificate, np.ndarray]:
@@ -312,12 +317,22 @@ class AttentionAwarePacker(Packer):
         from routepack.solvers import anneal
 
         layout = self._layout(problem)
-        begin, end = problem.schedule
+        temperatures = problem.temperatures and tuple(heat * layout.energy_per_cost for heat in problem.temperatures)
         schedule = anneal.Schedule(
-            num_proposals=problem.num_proposals, begin=begin, end=end, deadline=problem.deadline, threads=self.threads
+            num_proposals=problem.num_proposals,
+            temperatures=temperatures,
+            deadline=problem.deadline,
+            threads=self.threads,
         )
         anneal.anneal(layout, schedule, seed=problem.seed)
         return layout.packed()
+
+    def typical_change(self, problem: PackingProblem) -> float:
+        """The median change by a feasible proposal, either way."""
+        from routepack.solvers import anneal
+
+        layout = self._layout(problem)
+        return anneal.typical_change(layout, np.random.default_rng(problem.seed)) / layout.energy_per_cost
 
     def _layout(self, problem: PackingProblem) -> Any:
         from routepack.solvers.layout import JoinedLayout, Layout, Weights

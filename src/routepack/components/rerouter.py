@@ -54,10 +54,18 @@ class Rerouter(ABC):
         topology: Topology,
         *,
         joined_units: int = 1,
+        temperature: float = 0.0,
+        seed: int = 0,
     ) -> ExpertPlacement:
-        """The placement, refined for sequences packed into units (microbatch of an EP group), checked like :meth:`place`."""
-        ranks = topology.expert_parallel_degree
-        slots_LP = self.refine(placement.physical_to_logical_LP, demand, unit_of_S, ranks, joined_units)
+        """The placement, refined for sequences packed into units (microbatch of an EP group), checked like :meth:`place`.
+
+        Above a *temperature* of 0 (routed rows) it is annealed instead, and may be worse than before.
+        """
+        ranks, slots_LP = topology.expert_parallel_degree, placement.physical_to_logical_LP
+        if temperature > 0.0:
+            slots_LP = self.anneal(slots_LP, demand, unit_of_S, ranks, joined_units, temperature=temperature, seed=seed)
+        else:
+            slots_LP = self.refine(slots_LP, demand, unit_of_S, ranks, joined_units)
         return self._checked(slots_LP, demand.tokens_LE.shape)
 
     def refine(
@@ -68,6 +76,20 @@ class Rerouter(ABC):
         So many consecutive units wait for one another in every layer: G under ``sync=layer``, else 1.
         """
         return slots_LP
+
+    def anneal(
+        self,
+        slots_LP: np.ndarray,
+        demand: RoutingDemand,
+        unit_of_S: np.ndarray,
+        num_ranks: int,
+        joined_units: int,
+        *,
+        temperature: float,
+        seed: int,
+    ) -> np.ndarray:
+        """int [L, P]: a placement at a temperature, for a search that cools it and the packing together. As refined."""
+        return self.refine(slots_LP, demand, unit_of_S, num_ranks, joined_units)
 
     @final
     def near_placement(
@@ -133,6 +155,8 @@ class ExpertRerouter(Rerouter):
 
     sweeps: int = 8
     """At most so many passes over all pairs of ranks when refining a layer."""
+    swaps_per_layer: int = 8000
+    """Swaps of experts tried in a layer, each time that a placement is annealed on the packed units."""
 
     def __post_init__(self) -> None:
         whole("rerouter.sweeps", self.sweeps, least=0, most=2**31 - 1)
@@ -147,9 +171,45 @@ class ExpertRerouter(Rerouter):
         self, slots_LP: np.ndarray, demand: RoutingDemand, unit_of_S: np.ndarray, num_ranks: int, joined_units: int
     ) -> np.ndarray:
         """Swaps that lower the sum over units of the fullest rank; never raises it."""
-        from routepack.solvers import loads, placement
+        from routepack.solvers import placement
 
-        load_LEU = loads.unit_load(demand.tokens_SLE, unit_of_S, -(-int(unit_of_S.max() + 1) // joined_units) * joined_units)
-        rank_of_LE = ExpertPlacement(physical_to_logical_LP=slots_LP).rank_of_LE(num_ranks)
+        load_LEU, rank_of_LE = _packed(slots_LP, demand, unit_of_S, num_ranks, joined_units)
         ranks_LE = placement.refine_ranks(load_LEU, rank_of_LE, num_ranks, joined_units=joined_units, sweeps=self.sweeps)
         return placement.slots_of_ranks(ranks_LE)
+
+    def anneal(
+        self,
+        slots_LP: np.ndarray,
+        demand: RoutingDemand,
+        unit_of_S: np.ndarray,
+        num_ranks: int,
+        joined_units: int,
+        *,
+        temperature: float,
+        seed: int,
+    ) -> np.ndarray:
+        """Swaps of experts by Metropolis, layer by layer, on what the packed units wait for."""
+        from routepack.solvers import placement
+
+        load_LEU, rank_of_LE = _packed(slots_LP, demand, unit_of_S, num_ranks, joined_units)
+        ranks_LE = placement.anneal_ranks(
+            load_LEU,
+            rank_of_LE,
+            num_ranks,
+            temperature=temperature,
+            swaps_per_layer=self.swaps_per_layer,
+            seed=seed,
+            joined_units=joined_units,
+        )
+        return placement.slots_of_ranks(ranks_LE)
+
+
+def _packed(
+    slots_LP: np.ndarray, demand: RoutingDemand, unit_of_S: np.ndarray, num_ranks: int, joined_units: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(routed rows of each unit per expert [L, E, U], rank of each expert [L, E])."""
+    from routepack.solvers import loads
+
+    num_units = -(-int(unit_of_S.max() + 1) // joined_units) * joined_units
+    rank_of_LE = ExpertPlacement(physical_to_logical_LP=slots_LP).rank_of_LE(num_ranks)
+    return loads.unit_load(demand.tokens_SLE, unit_of_S, num_units), rank_of_LE

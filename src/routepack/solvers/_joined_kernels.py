@@ -63,11 +63,13 @@ def anneal_joined(
     gain_a = np.empty(cost_SI.shape[1], np.int64)
     gain_b = np.empty(cost_SI.shape[1], np.int64)
     accepted, recorded = 0, 0
+    place = _below(state, members.size)
     for _ in range(num_proposals):
-        place = _below(state, members.size)
+        place = place + 1 if place + 1 < members.size else 0
         kind = _below(state, 20)
         if kind < 16:
-            partner = place + _below(state, 2 * near + 1) - near
+            reach = near if kind < 12 else 8 * near
+            partner = place + _below(state, 2 * reach + 1) - reach
             if partner < 0 or partner >= members.size:
                 continue
         else:

@@ -22,74 +22,84 @@ from routepack.solvers.layout import Layout
 
 DOMAINS = 2
 """Domains dealt in every round; fixed, so that a plan never depends on the machine's cores."""
+FEWEST_BLOCKS = 12
+"""Blocks that every domain must have; with fewer the search is better off whole."""
 PROPOSALS_PER_ROUND = 24
 """Proposals between two dealings, per sequence."""
-NEAR = 128
-"""Most swap partners lie within this many places in order of length, where both cells keep their cap."""
+NEAR, NEAR_SHARE = 64, 32
+"""Most swap partners lie within so many places in order of length, or within that share of a small window."""
 FINISH_SHARE = 0.1
 """Share of the proposals that the zero-temperature finish on the exact objective gets."""
-
-
-HOT, COLD = 0.5, 0.01
-"""Temperatures at the begin and end, in typical changes of the energy."""
+HOT, COLD = 0.3, 0.02
+"""Temperatures at the begin and end, in typical changes of the energy, where none are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long to anneal, and which part of the way from hot to cold."""
+    """How long to anneal, and from which temperature to which."""
 
     num_proposals: int
-    begin: float = 0.0
-    end: float = 1.0
+    temperatures: tuple[float, float] | None = None
+    """At the begin and end, in whole-number energies; (0, 0) for a finish. None: as typical, then a finish."""
     deadline: float | None = None
     """``time.monotonic()`` at which to stop. What is found then depends on the machine."""
     threads: int = 2
 
 
 def anneal(layout: Layout, schedule: Schedule, *, seed: int) -> None:
-    """Anneal *layout* in place and leave it at the best packing met at the end of a round.
+    """Anneal *layout* in place.
 
-    Under a geometric temperature the layout's energy falls (for ``sync=step`` max U_g + mean U_g), then, at
-    zero, its objective.
+    Under a temperature the layout's energy falls (for ``sync=step`` max U_g + mean U_g), then, at zero, its
+    objective. It is left at the best packing met at the end of a round; where temperatures above zero are
+    given, as it came out.
     """
     rng = np.random.default_rng(seed)
     best, best_cell_of_S = layout.objective(), layout.cell_of_S.copy()
-    hot, cold = _temperatures(layout, rng)
-    finish_from = 1.0 - FINISH_SHARE if schedule.end >= 1.0 else 2.0
-    finishing = False
+    own = schedule.temperatures is None
+    typical = typical_change(layout, rng) if own else 0.0
+    hot, cold = (HOT * typical, COLD * typical) if own else schedule.temperatures
+    finish_from, finishing = 1.0 - FINISH_SHARE if own else 1.0, False
     with ThreadPoolExecutor(schedule.threads) as pool:
         for share, num_proposals in _rounds(schedule, len(layout.cell_of_S)):
             if share >= finish_from and not finishing:
                 finishing = True
                 layout.restore(best_cell_of_S)
-            progress = schedule.begin + (schedule.end - schedule.begin) * min(1.0, share / finish_from)
-            temperature = 0.0 if finishing else hot * (cold / hot) ** progress
-            _round(layout, pool, num_proposals, temperature, rng)
+            cooled = hot * (cold / hot) ** (share / finish_from) if hot > 0 else 0.0
+            _round(layout, pool, num_proposals, 0.0 if finishing else cooled, rng)
             objective = layout.objective()
             if objective < best:
                 best, best_cell_of_S = objective, layout.cell_of_S.copy()
-    layout.restore(best_cell_of_S)
+    if own or hot == 0.0:
+        layout.restore(best_cell_of_S)
 
 
 def _rounds(schedule: Schedule, num_sequences: int) -> Iterator[tuple[float, int]]:
     """(how far along, proposals) of every round, by count or by the clock."""
-    if schedule.deadline is None:
-        rounds = max(1, round(schedule.num_proposals / (PROPOSALS_PER_ROUND * num_sequences)))
-        yield from ((turn / rounds, -(-schedule.num_proposals // rounds)) for turn in range(rounds))
+    if schedule.deadline is None or schedule.temperatures is not None:
+        rounds = -(-schedule.num_proposals // (PROPOSALS_PER_ROUND * num_sequences))
+        started = time.monotonic()
+        for turn in range(rounds):
+            if schedule.deadline is not None and turn and time.monotonic() > schedule.deadline:
+                return
+            yield turn / rounds, -(-schedule.num_proposals // rounds)
         return
     started = time.monotonic()
     while (now := time.monotonic()) < schedule.deadline:
         yield (now - started) / (schedule.deadline - started), PROPOSALS_PER_ROUND * num_sequences
 
 
-def _temperatures(layout: Layout, rng: np.random.Generator) -> tuple[float, float]:
-    """Hot and cold, from the typical change of the energy by a feasible proposal."""
+def near_places(num_sequences: int) -> int:
+    """How far apart in order of length most swap partners lie: near enough to fit and to change little."""
+    return min(NEAR, max(4, num_sequences // NEAR_SHARE))
+
+
+def typical_change(layout: Layout, rng: np.random.Generator) -> float:
+    """The median change of the energy by a feasible proposal that changes it."""
     changes = np.zeros(2000, dtype=np.int64)
     everyone = np.arange(len(layout.cell_of_S))
-    layout.run(everyone, 40_000, 0.0, NEAR, _random_states(rng, 1)[0], changes=changes)
+    layout.run(everyone, 40_000, 0.0, near_places(len(everyone)), _random_states(rng, 1)[0], changes=changes)
     changes = np.abs(changes[changes != 0])
-    typical = float(np.median(changes)) if len(changes) else 1.0
-    return HOT * typical, COLD * typical
+    return float(np.median(changes)) if len(changes) else 1.0
 
 
 def _random_states(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -98,13 +108,13 @@ def _random_states(rng: np.random.Generator, count: int) -> np.ndarray:
 
 def _round(layout: Layout, pool, num_proposals: int, temperature: float, rng: np.random.Generator) -> None:
     """Deal the blocks of units into domains and anneal each for its share of the proposals."""
-    domains = DOMAINS if layout.num_blocks >= 2 * DOMAINS and temperature > 0 else 1
+    domains = DOMAINS if layout.num_blocks >= FEWEST_BLOCKS * DOMAINS and temperature > 0 else 1
     domain_of_B = rng.permutation(layout.num_blocks) % domains
     domain_of_S = domain_of_B[layout.cell_of_S // (layout.num_cells // layout.num_blocks)]
     members = [np.flatnonzero(domain_of_S == domain) for domain in range(domains)]
     shares = [num_proposals * len(some) // len(domain_of_S) for some in members]
     # Every domain sees the other groups' costs as they were when the round began, however the threads run.
-    seen, near = [layout.cost_G() for _ in range(domains)], max(2, NEAR // domains)
+    seen, near = [layout.cost_G() for _ in range(domains)], max(2, near_places(len(domain_of_S)) // domains)
     tasks = zip(members, shares, _random_states(rng, domains), seen, strict=True)
     jobs = [pool.submit(layout.run, some, share, temperature, near, state, seen=own) for some, share, state, own in tasks]
     for job in jobs:

@@ -11,7 +11,8 @@ import numpy as np
 
 from routepack.errors import InfeasibleError
 from routepack.solvers import _anneal_kernels as kernels
-from routepack.solvers._joined_kernels import anneal_joined
+from routepack.solvers._joined_kernels import SLOPE, anneal_joined
+from routepack.solvers.loads import summed_by_unit
 
 NOTHING = np.zeros(0, dtype=np.int64)
 
@@ -23,12 +24,14 @@ class Weights:
     cost_SI: np.ndarray
     """int64 [S, I]."""
     expert: int
+    scale: float = 1.0
+    """What one of the real unit has become."""
 
     @classmethod
     def of(cls, cost_SI: np.ndarray, expert: float, num_rows: int) -> Weights:
         """Scale real costs so that their total fills 2^56: seven digits or more of each survive."""
         scale = 2.0**56 / ((float(cost_SI.sum()) + expert * num_rows) or 1.0)
-        return cls(cost_SI=np.rint(cost_SI * scale).astype(np.int64), expert=int(np.rint(expert * scale)))
+        return cls(cost_SI=np.rint(cost_SI * scale).astype(np.int64), expert=int(np.rint(expert * scale)), scale=scale)
 
 
 class Layout:
@@ -51,6 +54,7 @@ class Layout:
         self.load_SRL = np.ascontiguousarray(self.load_SRL, dtype=np.int32)
         for per_sequence in (self.length_S, self.load_SRL, self.cost_SI):
             per_sequence[-1] = 0
+        self.energy_per_cost = weights.scale
         self.expert, self.max_tokens = np.int64(weights.expert), np.int64(max_tokens)
         self.num_cells, self.cells_per_unit, self.num_groups = num_cells, cells_per_unit, num_groups
         rows_S = load_SRL.sum(axis=1, dtype=np.int64).max(axis=1)
@@ -77,10 +81,8 @@ class Layout:
             self.count_C[:] = 1
         self.cost_CI = np.zeros((self.num_cells, self.cost_SI.shape[1]), dtype=np.int64)
         np.add.at(self.cost_CI, self.cell_of_S, self.cost_SI[:-1])
-        by_cell = np.argsort(self.cell_of_S, kind="stable")
-        unit_of_S = self.cell_of_S[by_cell] // self.cells_per_unit
-        starts = np.searchsorted(unit_of_S, np.arange(self.num_units))
-        self.load_URL = np.add.reduceat(self.load_SRL[by_cell], starts, axis=0, dtype=np.int32)
+        unit_of_S = self.cell_of_S // self.cells_per_unit
+        self.load_URL = summed_by_unit(self.load_SRL, unit_of_S, self.num_units, np.int32)
         self.peak_U = self.load_URL.max(axis=1).sum(axis=1, dtype=np.int64)
         self.attention_U = self.cost_CI.reshape(self.num_units, self.cells_per_unit, -1).max(axis=1).sum(axis=1)
 
@@ -103,13 +105,18 @@ class Layout:
         """Blocks of units that domains are dealt: here units."""
         return self.num_units
 
-    def run(self, members, num_proposals: int, temperature: float, near: int, state, *, seen=None, changes=NOTHING) -> None:
-        """Propose moves and swaps among *members*; *seen*: group costs to start from and to keep up."""
-        kernels.anneal_domain(
+    def run(self, members, num_proposals: int, temperature: float, near: int, state, *, seen=None, changes=NOTHING) -> int:
+        """Propose moves and swaps among *members*; *seen*: group costs to start from and to keep up. How many it took."""
+        return kernels.anneal_domain(
             self.load_SRL, self.length_S, self.cost_SI, self.cell_of_S, self.tokens_C, self.count_C, self.cost_CI,
             self.load_URL, self.peak_U, self.attention_U, self.cost_G() if seen is None else seen, self.expert,
             self.max_tokens, members, num_proposals, temperature, near, state, changes,
         )  # fmt: skip
+
+    def energy(self) -> int:
+        """What is annealed: G max U_g + sum of U_g."""
+        cost_G = self.cost_G()
+        return int(self.num_groups * cost_G.max() + cost_G.sum())
 
     def objective(self) -> tuple[int, int, int]:
         """(max U_g, sum of U_g, max J): what ``sync=step`` minimises, lexicographically."""
@@ -123,6 +130,8 @@ class JoinedLayout(Layout):
     def __init__(self, *, by_layer: bool, **figures):
         self.by_layer = by_layer
         super().__init__(**figures)
+        # One of the value: under "layer" as a placement sees it; else as the sum over units, which it lowers, does.
+        self.energy_per_cost *= SLOPE * self.num_groups if by_layer else SLOPE
 
     def restore(self, cell_of_S: np.ndarray) -> None:
         """Take the cells of the sequences (longest first) and recompute every figure from them."""
@@ -144,13 +153,17 @@ class JoinedLayout(Layout):
         """Whole microbatches."""
         return self.num_units // self.num_groups
 
-    def run(self, members, num_proposals: int, temperature: float, near: int, state, *, seen=None, changes=NOTHING) -> None:
-        """Propose moves and swaps among *members*."""
-        anneal_joined(
+    def run(self, members, num_proposals: int, temperature: float, near: int, state, *, seen=None, changes=NOTHING) -> int:
+        """Propose moves and swaps among *members*; how many it took."""
+        return anneal_joined(
             self.load_SRL, self.length_S, self.cost_SI, self.cell_of_S, self.tokens_C, self.count_C, self.cost_CI,
             self.load_URL, self.peak_UL, self.peak_U, self.attention_U, self.value_M, self.by_layer, self.expert,
             self.max_tokens, members, num_proposals, temperature, near, state, changes,
         )  # fmt: skip
+
+    def energy(self) -> int:
+        """What is annealed: mostly what all microbatches wait for, and the sum of U_g for slope."""
+        return int(SLOPE * self.num_groups * self.value_M.sum() + self.cost_U().sum())
 
     def objective(self) -> tuple[int, int, int]:
         """(what all microbatches wait for, sum of U_g, max J)."""

@@ -101,3 +101,19 @@ def _node_copies(ids_TLK, cu_seqlens, node_of_LE, valid_T, copies_SLn):
                     for earlier in range(k):
                         before |= node_of_LE[layer, ids_TLK[t, layer, earlier]] == node
                     copies_SLn[s, layer, node] += not before
+
+
+def summed_by_unit(load_SRL: np.ndarray, unit_of_S: np.ndarray, num_units: int, dtype: type = np.int64) -> np.ndarray:
+    """[units, R, L]: what the sequences of each unit send to each rank."""
+    load_URL = np.zeros((num_units, *load_SRL.shape[1:]), dtype=dtype)
+    _summed_by_unit(load_SRL, np.ascontiguousarray(unit_of_S, dtype=np.int64), load_URL)
+    return load_URL
+
+
+@njit(nogil=True, cache=True)
+def _summed_by_unit(load_SRL, unit_of_S, load_URL):
+    for s in range(unit_of_S.size):
+        load_RL = load_URL[unit_of_S[s]]
+        for r in range(load_RL.shape[0]):
+            for i in range(load_RL.shape[1]):
+                load_RL[r, i] += load_SRL[s, r, i]

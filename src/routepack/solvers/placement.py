@@ -8,6 +8,8 @@ import numpy as np
 from numba import njit
 from scipy.optimize import linear_sum_assignment
 
+from routepack.solvers import _placement_kernels as kernels
+
 
 def balanced_ranks(tokens_LE: np.ndarray, num_ranks: int) -> np.ndarray:
     """int32 [L, E]: an EP rank for every expert, E / R a rank, with a low largest load in every layer.
@@ -83,89 +85,41 @@ def refine_ranks(
     rank_of_LE = np.array(rank_of_LE, dtype=np.int32)
     layers, joined = range(len(rank_of_LE)), joined_units
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda layer: _refine_layer(load_LEU[layer], rank_of_LE[layer], num_ranks, joined, sweeps), layers))
+        list(
+            pool.map(lambda layer: kernels.refine_layer(load_LEU[layer], rank_of_LE[layer], num_ranks, joined, sweeps), layers)
+        )
     return rank_of_LE
 
 
-@njit(nogil=True, cache=True)
-def _refine_layer(load_EU, rank_of_E, num_ranks, joined, sweeps):
-    experts, units = load_EU.shape
-    slots = experts // num_ranks
-    held_RK = np.empty((num_ranks, slots), np.int64)
-    count_R = np.zeros(num_ranks, np.int64)
-    load_RU = np.zeros((num_ranks, units), np.int32)
-    for e in range(experts):
-        r = rank_of_E[e]
-        held_RK[r, count_R[r]] = e
-        count_R[r] += 1
-        load_RU[r] += load_EU[e]
-    others_U = np.empty(units, np.int32)
-    for _ in range(sweeps):
-        improved = False
-        for a in range(num_ranks):
-            for b in range(a + 1, num_ranks):
-                improved |= _swap_best(load_EU, load_RU, held_RK, a, b, joined, others_U)
-        if not improved:
-            break
-    for r in range(num_ranks):
-        for e in held_RK[r]:
-            rank_of_E[e] = r
+def anneal_ranks(
+    load_LEU: np.ndarray,
+    rank_of_LE: np.ndarray,
+    num_ranks: int,
+    *,
+    temperature: float,
+    swaps_per_layer: int,
+    seed: int,
+    joined_units: int = 1,
+    threads: int = 2,
+) -> np.ndarray:
+    """int32 [L, E]: ranks after so many swaps a layer, accepted by Metropolis at a temperature in routed rows.
 
+    Annealed on the same sum as :func:`refine_ranks`, which it may raise. Each layer draws from its own seed,
+    so the ranks do not depend on the threads.
+    """
+    rank_of_LE = np.array(rank_of_LE, dtype=np.int32)
+    if num_ranks == 1:
+        return rank_of_LE
+    layers, num_pairs = len(rank_of_LE), -(-swaps_per_layer // kernels.SWAPS_PER_PAIR)
+    state_L = np.random.default_rng(seed).integers(1, 2**63, size=(layers, 1), dtype=np.uint64)
 
-@njit(nogil=True, cache=True)
-def _peaks(load_a, load_b, e_U, f_U, others_U):
-    """Sum over units of the fullest rank, once e goes from a to b and f from b to a."""
-    total = np.int64(0)
-    for u in range(others_U.size):
-        given = e_U[u] - f_U[u]
-        total += max(others_U[u], max(load_a[u] - given, load_b[u] + given))
-    return total
+    def anneal(layer: int) -> None:
+        ranks_E = rank_of_LE[layer]
+        kernels.anneal_layer(load_LEU[layer], ranks_E, num_ranks, joined_units, num_pairs, temperature, state_L[layer])
 
-
-@njit(nogil=True, cache=True)
-def _joined_peaks(load_a, load_b, e_U, f_U, others_U, joined):
-    """The same where so many consecutive units wait for the fullest rank of any of them."""
-    total = np.int64(0)
-    for first in range(0, others_U.size, joined):
-        most = np.int32(0)
-        for u in range(first, first + joined):
-            given = e_U[u] - f_U[u]
-            most = max(most, max(others_U[u], max(load_a[u] - given, load_b[u] + given)))
-        total += most
-    return total
-
-
-@njit(nogil=True, cache=True)
-def _swap_best(load_EU, load_RU, held_RK, a, b, joined, others_U):
-    """Apply the swap between ranks a and b that lowers the sum of peaks most; False where none does."""
-    units = others_U.size
-    others_U[:] = 0
-    for r in range(load_RU.shape[0]):
-        if r != a and r != b:
-            for u in range(units):
-                others_U[u] = max(others_U[u], load_RU[r, u])
-    load_a, load_b, nothing_U = load_RU[a], load_RU[b], np.zeros(units, np.int32)
-    best = _joined_peaks(load_a, load_b, nothing_U, nothing_U, others_U, joined)
-    best_i, best_j = -1, -1
-    for i in range(held_RK.shape[1]):
-        e_U = load_EU[held_RK[a, i]]
-        for j in range(held_RK.shape[1]):
-            f_U = load_EU[held_RK[b, j]]
-            if joined == 1:
-                total = _peaks(load_a, load_b, e_U, f_U, others_U)
-            else:
-                total = _joined_peaks(load_a, load_b, e_U, f_U, others_U, joined)
-            if total < best:
-                best, best_i, best_j = total, i, j
-    if best_i < 0:
-        return False
-    e, f = held_RK[a, best_i], held_RK[b, best_j]
-    for u in range(units):
-        given = load_EU[e, u] - load_EU[f, u]
-        load_RU[a, u] -= given
-        load_RU[b, u] += given
-    held_RK[a, best_i], held_RK[b, best_j] = f, e
-    return True
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(anneal, range(layers)))
+    return rank_of_LE
 
 
 def slots_of_ranks(rank_of_LE: np.ndarray) -> np.ndarray:

@@ -1,0 +1,218 @@
+"""Placement and packing in turn, cooled together: what a plan is searched with. Letters: :mod:`routepack.types`.
+
+A phase packs for a while on the placement as it is, then swaps experts on the units as they are packed, both at
+the same temperature. The last phases only accept what lowers the objective, and every pair they meet is priced.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from routepack import cost
+from routepack.types import ExpertPlacement, Packing
+
+PHASE_PROPOSALS = 64
+"""Proposals of a phase, per sequence."""
+FEWEST_PHASES = 16
+FINISHING = 3
+"""Last phases, at temperature zero."""
+HOT, COLD = 0.3, 0.02
+"""Temperatures at the begin and end, in typical changes of the energy."""
+SMALL_WINDOW = 512
+"""Sequences up to which searches share the proposals: two of them, and all up to half as many."""
+CHAINS = (HOT, 1.0, HOT, 8.0)
+"""From how hot each of them starts: where a few long sequences weigh much, their moves need more than is typical."""
+
+
+def candidates(search: Any) -> Iterator[Any]:
+    """Priced pairs of placement and packing, each legal, the last ones the best searched for."""
+    placement = search.rerouter.place(search.demand.tokens_LE, search.topology)
+    if not (search.rerouter.refines and search.packer.improves):
+        yield from _packed_once(search, placement)
+        return
+    optimum = _optimum(search)
+    if optimum is not None:
+        yield optimum
+        return
+    yield from _chains(search, placement)
+
+
+def _optimum(search: Any) -> Any:
+    """The best pair there is, in a window so small that all can be tried; else None."""
+    from routepack.solvers import exact, layout, placement
+
+    demand, topology = search.demand, search.topology
+    rows = int(demand.tokens_LE.sum())
+    tiny = exact.TinyWindow(
+        length_S=demand.length_S,
+        tokens_SLE=demand.tokens_SLE,
+        weights=layout.Weights.of(search.rates.cost_SI(demand.length_S), search.rates.expert, rows),
+        max_tokens=search.packer.max_tokens,
+        num_microbatches=search.certificate.num_microbatches,
+        num_groups=cost.num_packed_groups(topology),
+        cells_per_unit=cost.ranks_per_group(topology),
+        num_ranks=topology.expert_parallel_degree,
+        sync=search.planner.sync,
+    )
+    # Rules on the numbers of sequences a rank gets are no business of that search.
+    ruled = getattr(search.packer, "equal_sequences", False)
+    solved = tiny.solve() if tiny.is_tiny and not ruled else None
+    if solved is None:
+        return None
+    cell_of_S, rank_of_LE = solved
+    packing = Packing(
+        cell_of_S=cell_of_S,
+        num_microbatches=tiny.num_microbatches,
+        data_parallel_degree=topology.data_parallel_degree,
+    )
+    placed = ExpertPlacement(physical_to_logical_LP=placement.slots_of_ranks(rank_of_LE))
+    return search.priced(placed, packing, search.load_of(placed))
+
+
+def _chains(search: Any, placement: ExpertPlacement) -> Iterator[Any]:
+    """What one search finds; in a small window what several find, each from a temperature of its own.
+
+    A large window is annealed in domains, on all cores. A small one is not worth cutting, but its few long sequences
+    make local minima that a single search may end in.
+    """
+    if search.demand.num_sequences > SMALL_WINDOW:
+        yield from _Alternation(search=search, placement=placement, num_proposals=search.num_proposals).run()
+        return
+
+    chains = 2 if 2 * search.demand.num_sequences > SMALL_WINDOW else len(CHAINS)
+
+    def run(chain: int) -> list[Any]:
+        share = search.num_proposals // chains
+        return list(_Alternation(search=search, placement=placement, chain=chain, num_proposals=share).run())
+
+    # All at once, so that a time limit is the same for all of them.
+    with ThreadPoolExecutor(chains) as pool:
+        for found in pool.map(run, range(chains)):
+            yield from found
+
+
+def _packed_once(search: Any, placement: ExpertPlacement) -> Iterator[Any]:
+    load_SRL = search.load_of(placement)
+    packing = search.packer.pack(search.problem(load_SRL))
+    yield from dealt(search, search.priced(placement, packing, load_SRL), load_SRL)
+    if search.rerouter.refines:
+        placement = refined(search, placement, packing)
+        load_SRL = search.load_of(placement)
+        yield from dealt(search, search.priced(placement, packing, load_SRL), load_SRL)
+
+
+def refined(search: Any, placement: ExpertPlacement, packing: Packing, **heat: Any) -> ExpertPlacement:
+    """The placement refined on the packed units; with ``temperature`` and ``seed``, annealed."""
+    joined = cost.num_packed_groups(search.topology) if search.planner.sync == "layer" else 1
+    unit_of_S = packing.cell_of_S // cost.ranks_per_group(search.topology)
+    return search.rerouter.refine_placement(placement, search.demand, unit_of_S, search.topology, joined_units=joined, **heat)
+
+
+def dealt(search: Any, candidate: Any, load_SRL: np.ndarray) -> Iterator[Any]:
+    """The candidate; where microbatches are waited for, also with its units dealt to them by falling cost."""
+    yield candidate
+    if search.planner.sync == "step":
+        return
+    # Any unit may be any microbatch of any group, and sorted units have the least sum of maxima.
+    width, cell_of_S = cost.ranks_per_group(search.topology), candidate.packing.cell_of_S
+    place_of_U = np.argsort(np.argsort(-candidate.evaluation.cost_MG.ravel(), kind="stable"))
+    packing = Packing(
+        cell_of_S=place_of_U[cell_of_S // width] * width + cell_of_S % width,
+        num_microbatches=candidate.packing.num_microbatches,
+        data_parallel_degree=candidate.packing.data_parallel_degree,
+    )
+    yield search.priced(candidate.placement, packing, load_SRL)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Alternation:
+    """One search: where it stands."""
+
+    search: Any
+    placement: ExpertPlacement
+    num_proposals: int
+    chain: int = 0
+
+    def __post_init__(self) -> None:
+        search = self.search
+        per_phase = PHASE_PROPOSALS * search.demand.num_sequences
+        self.phases = max(FEWEST_PHASES, round(self.num_proposals / per_phase))
+        self.proposals = -(-self.num_proposals // self.phases)
+        self.load_SRL = search.load_of(self.placement)
+        problem = search.problem(self.load_SRL)
+        self.typical = search.packer.typical_change(problem)
+        self.packing = search.packer.pack(search.problem(self.load_SRL, num_proposals=0, temperatures=(0.0, 0.0)))
+
+    def run(self) -> Iterator[Any]:
+        """Cool, then finish; yields what the finish meets."""
+        for phase, progress in enumerate(self._progress()):
+            heat = CHAINS[self.chain] * (COLD / CHAINS[self.chain]) ** progress * self.typical
+            self._pack(phase, heat)
+            self._place(phase, heat)
+        for phase in range(FINISHING):
+            best = self._better(self._priced())
+            yield best
+            self._pack(-1 - phase, 0.0)
+            best = self._better(self._priced())
+            yield best
+            self._place(-1 - phase, 0.0)
+        yield self._better(self._priced())
+
+    def _progress(self) -> Iterator[float]:
+        """How far along, 0 to 1, before each phase: by count, or by the clock."""
+        deadline = self.search.deadline
+        if deadline is None:
+            hot = self.phases - FINISHING
+            yield from (phase / max(1, hot - 1) for phase in range(hot))
+            return
+        started = now = time.monotonic()
+        longest = 0.0
+        self._fit_phase(FEWEST_PHASES, 1.0)
+        # The finish takes about as long as so many phases.
+        while now + (1 + FINISHING) * longest <= deadline:
+            yield (now - started) / max(1e-9, deadline - FINISHING * longest - started)
+            taken, now = time.monotonic() - now, time.monotonic()
+            longest = max(longest, taken)
+            self._fit_phase(taken, (deadline - started) / FEWEST_PHASES)
+
+    def _fit_phase(self, taken: float, wanted: float) -> None:
+        """Shorter or longer phases, up to the usual, so that there is time for enough of them."""
+        usual = PHASE_PROPOSALS * self.search.demand.num_sequences
+        self.proposals = min(usual, max(1, usual // FEWEST_PHASES, int(self.proposals * wanted / taken)))
+
+    def _seed(self, phase: int) -> int:
+        return (self.search.planner.seed * len(CHAINS) + self.chain) * 2**20 + phase % 2**20
+
+    def _pack(self, phase: int, heat: float) -> None:
+        search = self.search
+        seed = self._seed(phase)
+        problem = search.problem(
+            self.load_SRL,
+            start=self.packing.cell_of_S,
+            num_proposals=self.proposals,
+            temperatures=(heat, heat),
+            seed=seed,
+        )
+        self.packing = search.packer.pack(problem)
+
+    def _place(self, phase: int, heat: float) -> None:
+        search = self.search
+        seed = self._seed(phase)
+        rows = heat / search.rates.expert if search.rates.expert else 0.0
+        self.placement = refined(search, self.placement, self.packing, temperature=rows, seed=seed)
+        self.load_SRL = search.load_of(self.placement)
+
+    def _priced(self) -> Any:
+        return self.search.priced(self.placement, self.packing, self.load_SRL)
+
+    def _better(self, candidate: Any) -> Any:
+        """The candidate as it is or dealt anew, whichever is better; the search goes on from there."""
+        best = min(dealt(self.search, candidate, self.load_SRL), key=lambda one: one.evaluation.key)
+        self.packing = best.packing
+        return best
