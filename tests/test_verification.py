@@ -93,6 +93,7 @@ def test_another_window_is_rejected():
         ({"value": PLAN.value * 0.999}, "is worth"),
         ({"baseline_value": PLAN.baseline_value * 1.01}, "first-fit packing are worth"),
         ({"baseline_value": PLAN.value * 0.99}, "worse than its baseline"),
+        ({"baseline_microbatches": 99}, "first fit takes"),
         ({"bound": PLAN.bound * 1.0001}, "can be proven"),
         ({"sync": "layer"}, "is worth"),
         ({"max_tokens": 300}, "above the cap of 300"),

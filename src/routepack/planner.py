@@ -36,8 +36,9 @@ class Planner:
     """Plans optimizer-step windows: which experts on which ranks, which sequences in which microbatch.
 
     The plan is never worse than the baseline (identity placement, first-fit packing), which is always
-    computed too. Same window, seed and ``num_proposals`` give the same plan, bit for bit, on any number of
-    threads; a ``time_limit_seconds`` does not, and the plan's ``budget`` says which was used.
+    computed too, nor than those of :mod:`routepack.components.baselines`, wherever they take no more microbatches.
+    Same window, seed and ``num_proposals`` give the same plan, bit for bit, on any number of threads; a
+    ``time_limit_seconds`` does not, and the plan's ``budget`` says which was used.
 
     Placement and packing are alternated, each on the objective of ``sync``; every pair met is priced, and the
     best kept. Under ``microbatch`` and ``layer`` a pair is priced again with its units dealt so that those of
@@ -98,9 +99,12 @@ class Planner:
         search = _Search(planner=self, demand=demand, started=started)
         baseline = search.baseline()
         search.keep_time()
-        found = [candidate for candidate in [baseline, *alternation.candidates(search)] if search.allowed(candidate)]
+        found = [candidate for candidate in alternation.candidates(search) if search.allowed(candidate)]
+        most = min(candidate.packing.num_microbatches for candidate in found)
         known = min(candidate.evaluation.value for candidate in found)
-        found += [candidate for candidate in search.peers(known) if search.allowed(candidate)]
+        # One microbatch more may lower the peaks on paper; each costs what no cost model here counts.
+        others = [other for other in [baseline, *search.peers(known)] if other.packing.num_microbatches <= most]
+        found += [other for other in others if search.allowed(other)]
         best = min(found, key=lambda candidate: candidate.evaluation.key)
         best = brought_near(search, best)
         if previous is None:

@@ -91,8 +91,12 @@ def _prices(plan: Plan, demand: RoutingDemand) -> Iterator[str]:
         baseline = _value(plan, demand, cell_S, identity_LE)
         if not _close(plan.baseline_value, baseline):
             yield f"identity placement and first-fit packing are worth {baseline!r}, not {plan.baseline_value!r}."
-    # First fit gives ranks unequal numbers of sequences; under that rule it is a comparison, not a plan to fall back on.
-    if plan.value > plan.baseline_value * (1 + TOLERANCE) and not plan.rules.equal_sequences:
+        needed = int(cell_S.max()) // plan.topology.data_parallel_degree + 1
+        if plan.baseline_microbatches != needed:
+            yield f"first fit takes {needed} microbatches, not {plan.baseline_microbatches}."
+    # First fit may take more microbatches, and unequal numbers of sequences: a comparison then, not a plan to fall back on.
+    no_plan = plan.rules.equal_sequences or plan.baseline_microbatches > plan.num_microbatches
+    if plan.value > plan.baseline_value * (1 + TOLERANCE) and not no_plan:
         yield f"the plan ({plan.value!r}) is worse than its baseline ({plan.baseline_value!r})."
     yield from _normalisation(plan, demand)
 
