@@ -83,8 +83,7 @@ def test_no_plan_beats_the_bound_and_none_beats_ours(sync, window):
     for name in ("force_balanced", "no_replication", "whole_sequences"):
         assert bounds[name] <= best * (1 + 1e-9), name
     plan = Planner(topology=topology, packer=packer, cost_model=cost_model, sync=sync, num_proposals=4000).plan(demand)
-    # A baseline that packs into more microbatches can be worth less than all plans with the fewest; it is then taken.
-    assert plan.value >= best * (1 - 1e-9) or plan.num_microbatches > rows
+    assert plan.value >= best * (1 - 1e-9)
     # So small a window is planned by trying them all.
     assert plan.value <= best * (1 + 1e-9)
 
