@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
+from typing import Any
 
 import numpy as np
 
@@ -162,8 +163,8 @@ class _Search:
 
     def keep_time(self) -> None:
         """Leave as much time for the end as the beginning took, up to a third: the same is priced, and more."""
-        if self.deadline is not None:
-            limit = self.planner.time_limit_seconds
+        limit = self.planner.time_limit_seconds
+        if self.deadline is not None and limit is not None:
             self.deadline -= min(limit / 3, max(0.0, time.monotonic() - self.started - limit * REFINE_SHARE))
 
     def baseline(self) -> _Candidate:
@@ -204,7 +205,7 @@ class _Search:
         ]
 
     def problem(
-        self, load_SRL: np.ndarray, *, start: np.ndarray | None = None, seed: int | None = None, **search
+        self, load_SRL: np.ndarray, *, start: np.ndarray | None = None, seed: int | None = None, **search: Any
     ) -> PackingProblem:
         """What the packer sees; *search*: further fields of the problem that steer its search."""
         load_SRL = load_SRL.view()
@@ -222,7 +223,7 @@ class _Search:
             sync=self.planner.sync,
             seed=self.planner.seed if seed is None else seed,
             deadline=self.deadline,
-            **{"num_proposals": self.num_proposals} | search,
+            **({"num_proposals": self.num_proposals} | search),
         )
 
     def load_of(self, placement: ExpertPlacement) -> np.ndarray:

@@ -56,8 +56,10 @@ def anneal(layout: Layout, schedule: Schedule, *, seed: int) -> None:
     rng = np.random.default_rng(seed)
     best, best_cell_of_S = layout.objective(), layout.cell_of_S.copy()
     own = schedule.temperatures is None
-    typical = typical_change(layout, rng) if own else 0.0
-    hot, cold = (HOT * typical, COLD * typical) if own else schedule.temperatures
+    hot, cold = schedule.temperatures or (HOT, COLD)
+    if own:
+        typical = typical_change(layout, rng)
+        hot, cold = hot * typical, cold * typical
     finish_from, finishing = 1.0 - FINISH_SHARE if own else 1.0, False
     with ThreadPoolExecutor(schedule.threads) as pool:
         for share, num_proposals in _rounds(schedule, len(layout.cell_of_S)):
