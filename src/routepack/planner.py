@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -223,7 +223,7 @@ class _Search:
             sync=self.planner.sync,
             seed=self.planner.seed if seed is None else seed,
             deadline=self.deadline,
-            **({"num_proposals": self.num_proposals} | search),
+            **cast(dict[str, Any], {"num_proposals": self.num_proposals} | search),
         )
 
     def load_of(self, placement: ExpertPlacement) -> np.ndarray:
