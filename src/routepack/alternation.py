@@ -26,6 +26,8 @@ HOT, COLD = 0.3, 0.02
 """Temperatures at the begin and end, in typical changes of the energy."""
 SMALL_WINDOW = 512
 """Sequences up to which searches share the proposals: two of them, and all up to half as many."""
+CHAIN_PROPOSALS = 500
+"""Proposals per sequence that a search of its own takes at least."""
 CHAINS = (HOT, 1.0, HOT, 8.0)
 """From how hot each of them starts: where a few long sequences weigh much, their moves need more than is typical."""
 
@@ -86,6 +88,9 @@ def _chains(search: Any, placement: ExpertPlacement) -> Iterator[Any]:
         return
 
     chains = 2 if 2 * search.demand.num_sequences > SMALL_WINDOW else len(CHAINS)
+    if search.deadline is None:
+        # A chain that may try little is better joined to another.
+        chains = min(chains, max(1, search.num_proposals // (CHAIN_PROPOSALS * search.demand.num_sequences)))
 
     def run(chain: int) -> list[Any]:
         share = search.num_proposals // chains
@@ -205,7 +210,9 @@ class _Alternation:
         search = self.search
         seed = self._seed(phase)
         rows = heat / search.rates.expert if search.rates.expert else 0.0
-        self.placement = refined(search, self.placement, self.packing, temperature=rows, seed=seed)
+        # As short as a phase packs, so long it places: a small budget is small in both.
+        effort = min(1.0, self.proposals / (PHASE_PROPOSALS * search.demand.num_sequences))
+        self.placement = refined(search, self.placement, self.packing, temperature=rows, seed=seed, effort=effort)
         self.load_SRL = search.load_of(self.placement)
 
     def _priced(self) -> Any:

@@ -72,7 +72,7 @@ class Planner:
                 f"time_limit_seconds={self.time_limit_seconds} and num_proposals={self.num_proposals} exclude each other: "
                 "set one, or neither for the default number of proposals."
             )
-        whole("seed", self.seed, least=0, most=2**63 - 1)
+        whole("seed", self.seed, least=0, most=2**31 - 1)
         if self.num_proposals is not None:
             whole("num_proposals", self.num_proposals, least=1, most=10**13)
         if self.time_limit_seconds is not None:

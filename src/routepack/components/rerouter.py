@@ -56,14 +56,17 @@ class Rerouter(ABC):
         joined_units: int = 1,
         temperature: float = 0.0,
         seed: int = 0,
+        effort: float = 1.0,
     ) -> ExpertPlacement:
         """The placement, refined for sequences packed into units (microbatch of an EP group), checked like :meth:`place`.
 
-        Above a *temperature* of 0 (routed rows) it is annealed instead, and may be worse than before.
+        Above a *temperature* of 0 (routed rows) it is annealed instead, with a share *effort* of the usual swaps, and may
+        be worse than before.
         """
         ranks, slots_LP = topology.expert_parallel_degree, placement.physical_to_logical_LP
         if temperature > 0.0:
-            slots_LP = self.anneal(slots_LP, demand, unit_of_S, ranks, joined_units, temperature=temperature, seed=seed)
+            heat = {"temperature": temperature, "seed": seed, "effort": effort}
+            slots_LP = self.anneal(slots_LP, demand, unit_of_S, ranks, joined_units, **heat)
         else:
             slots_LP = self.refine(slots_LP, demand, unit_of_S, ranks, joined_units)
         return self._checked(slots_LP, demand.tokens_LE.shape)
@@ -87,6 +90,7 @@ class Rerouter(ABC):
         *,
         temperature: float,
         seed: int,
+        effort: float,
     ) -> np.ndarray:
         """int [L, P]: a placement at a temperature, for a search that cools it and the packing together. As refined."""
         return self.refine(slots_LP, demand, unit_of_S, num_ranks, joined_units)
@@ -160,6 +164,7 @@ class ExpertRerouter(Rerouter):
 
     def __post_init__(self) -> None:
         whole("rerouter.sweeps", self.sweeps, least=0, most=2**31 - 1)
+        whole("rerouter.swaps_per_layer", self.swaps_per_layer, least=1, most=2**31 - 1)
 
     def assign(self, tokens_LE: np.ndarray, num_ranks: int) -> np.ndarray:
         """LPT with equal counts, then the best swap of the fullest rank until none helps."""
@@ -187,6 +192,7 @@ class ExpertRerouter(Rerouter):
         *,
         temperature: float,
         seed: int,
+        effort: float,
     ) -> np.ndarray:
         """Swaps of experts by Metropolis, layer by layer, on what the packed units wait for."""
         from routepack.solvers import placement
@@ -197,7 +203,7 @@ class ExpertRerouter(Rerouter):
             rank_of_LE,
             num_ranks,
             temperature=temperature,
-            swaps_per_layer=self.swaps_per_layer,
+            swaps_per_layer=max(1, round(effort * self.swaps_per_layer)),
             seed=seed,
             joined_units=joined_units,
         )
