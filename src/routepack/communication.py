@@ -29,8 +29,9 @@ def node_of_ranks(topology: Topology) -> np.ndarray:
 def nodes_per_group(topology: Topology) -> int:
     """Into how many equal parts nodes cut every EP group; 0 where they cut groups unevenly, or cut a DP rank.
 
-    >>> [nodes_per_group(Topology(data_parallel_degree=n, expert_parallel_degree=n, ranks_per_node=4)) for n in (4, 8, 9)]
-    [1, 2, 0]
+    >>> topologies = [Topology(data_parallel_degree=n, expert_parallel_degree=n, ranks_per_node=4) for n in (4, 8, 9)]
+    >>> tuple(map(nodes_per_group, topologies))
+    (1, 2, 0)
     """
     ranks, per_node = topology.expert_parallel_degree, topology.ranks_per_node
     if per_node % ranks == 0:
