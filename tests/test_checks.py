@@ -45,6 +45,7 @@ def test_a_planner_names_the_option_that_it_cannot_use(option, value):
         (rp.AttentionAwarePacker, "max_tokens", 2**80),
         (rp.AttentionAwarePacker, "threads", 0),
         (rp.ExpertRerouter, "sweeps", "x"),
+        (rp.HierarchicalRerouter, "sweeps", "x"),
         (rp.RoutingDemandCollector, "min_coverage", math.nan),
         (rp.RoutingDemandCollector, "num_threads", 1.5),
         (rp.WindowNormalizedCost, "linear_share", math.nan),

@@ -26,11 +26,10 @@ class TokenLPTPacker(Packer):
 
     def assign(self, problem: PackingProblem) -> np.ndarray:
         """LPT by tokens."""
-        from routepack.solvers import greedy
+        from routepack.solvers import starts
 
-        length_S = problem.length_S
-        cell_of_S = greedy.longest_first(length_S, problem.num_cells, length_S=length_S, max_tokens=self.max_tokens)
-        return problem.feasible_cell_of_S if (cell_of_S < 0).any() else cell_of_S
+        cell_of_S = starts.by_tokens(problem.length_S, problem.num_cells, self.max_tokens)
+        return problem.feasible_cell_of_S if cell_of_S is None else cell_of_S
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ class HierarchicalRerouter(ExpertRerouter):
     """What a row across nodes counts for, in its price: 0 looks at balance alone, above 1 leans to locality."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.traffic_weight < float("inf"):
             raise ConfigError(f"rerouter.traffic_weight={self.traffic_weight!r} must be 0 or more.")
 

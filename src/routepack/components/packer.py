@@ -354,13 +354,12 @@ class AttentionAwarePacker(Packer):
         return JoinedLayout(by_layer=problem.sync == "layer", **figures)
 
     def _start(self, problem: PackingProblem) -> np.ndarray:
-        from routepack.solvers import greedy
+        from routepack.solvers import starts
 
         if problem.start_cell_of_S is not None:
             return problem.start_cell_of_S
-        length_S = problem.length_S
-        cell_of_S = greedy.longest_first(length_S, problem.num_cells, length_S=length_S, max_tokens=self.max_tokens)
-        if (cell_of_S < 0).any():
+        cell_of_S = starts.by_tokens(problem.length_S, problem.num_cells, self.max_tokens)
+        if cell_of_S is None:
             return problem.feasible_cell_of_S
-        equal = self._equalized(cell_of_S, length_S, problem.topology.data_parallel_degree)
+        equal = self._equalized(cell_of_S, problem.length_S, problem.topology.data_parallel_degree)
         return problem.feasible_cell_of_S if equal is None else equal
