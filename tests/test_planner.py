@@ -182,3 +182,10 @@ def test_plans_are_priced_in_seconds_by_a_cost_model_of_flops():
 
 def test_a_plan_names_the_versions_it_depends_on():
     assert {"routepack", "numpy", "numba", "python"} <= set(planner(num_proposals=100).plan(DEMAND).versions)
+
+
+def test_the_largest_seed_plans_and_is_kept():
+    window = synthetic_demand(num_sequences=64, max_length=64, num_experts=8)
+    topology = Topology(data_parallel_degree=2, expert_parallel_degree=2)
+    plan = Planner(topology=topology, packer=AttentionAwarePacker(max_tokens=256), seed=2**40, num_proposals=2000).plan(window)
+    assert plan.seed == 2**40

@@ -72,7 +72,8 @@ class Planner:
                 f"time_limit_seconds={self.time_limit_seconds} and num_proposals={self.num_proposals} exclude each other: "
                 "set one, or neither for the default number of proposals."
             )
-        whole("seed", self.seed, least=0, most=2**31 - 1)
+        # Each chain and phase has a seed of its own, up to 2^22 for one of these: all stay below 2^63.
+        whole("seed", self.seed, least=0, most=2**40)
         if self.num_proposals is not None:
             whole("num_proposals", self.num_proposals, least=1, most=10**13)
         if self.time_limit_seconds is not None:
