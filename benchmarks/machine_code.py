@@ -43,18 +43,18 @@ class MachineCode:
     """What ptxas warned of."""
 
 
-def machine_code(compiled: Any) -> MachineCode:
-    """Read a Triton compiled kernel, of either vendor."""
-    return _nvidia(compiled) if "cubin" in compiled.asm else _amd(compiled)
+def machine_code(compiled: Any, *, warnings: bool = True) -> MachineCode:
+    """Read a Triton compiled kernel, of either vendor; *warnings* takes another run of ptxas."""
+    return _nvidia(compiled, warnings) if "cubin" in compiled.asm else _amd(compiled)
 
 
-def _nvidia(compiled: Any) -> MachineCode:
+def _nvidia(compiled: Any, warnings: bool) -> MachineCode:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         usage = _run(NVIDIA_TOOLS / "cuobjdump", "-res-usage", cubin)
         sass = _run(NVIDIA_TOOLS / "nvdisasm", "-c", cubin)
-        warnings = ptxas_warnings(compiled.asm["ptx"], Path(folder))
+        said = ptxas_warnings(compiled.asm["ptx"], Path(folder)) if warnings else ()
     opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", sass, re.MULTILINE)
     count = Counter(opcode.split(".")[0] for opcode in opcodes)
     stores = [opcode for opcode in opcodes if opcode.split(".")[0] == "STG"]
@@ -74,7 +74,7 @@ def _nvidia(compiled: Any) -> MachineCode:
         tma_loads=count["UTMALDG"],
         wide_stores=wide + count["UTMASTG"],
         narrow_stores=len(stores) - wide,
-        warnings=warnings,
+        warnings=said,
     )
 
 
