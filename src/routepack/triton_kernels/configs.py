@@ -1,0 +1,131 @@
+"""Tile sizes per architecture: a table and closed-form choices, never tuned at run time.
+
+The table's sm_90, sm_100, sm_80 and gfx942 entries compile without spills, within shared memory and onto the tensor
+cores (``make gate``); none of them was timed on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """How one kernel is compiled."""
+
+    BM: int
+    """Rows of a tile; of the weight gradient's output in :data:`WEIGHT_GRADIENT`."""
+    BN: int
+    BK: int
+    num_warps: int
+    num_stages: int
+    SPLIT: int = 1
+    """Column pieces of the down projection's backward epilogue."""
+    GROUP_M: int = 8
+    """Row tiles that walk the columns together."""
+
+
+GATE_UP = "gate_up_forward"
+DOWN = "down_forward"
+DOWN_BACKWARD = "down_backward"
+INPUT_GRADIENT = "input_gradient"
+WEIGHT_GRADIENT = "weight_gradient"
+KERNELS = (GATE_UP, DOWN, DOWN_BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+
+SMALL, LARGE = "small", "large"
+"""Row classes: fewer than 256 rows per expert on average, or more."""
+
+
+def _config(BM: int, BN: int, BK: int, num_warps: int, num_stages: int, SPLIT: int = 1) -> KernelConfig:
+    return KernelConfig(BM=BM, BN=BN, BK=BK, num_warps=num_warps, num_stages=num_stages, SPLIT=SPLIT)
+
+
+TABLE: dict[tuple[str, str, str], KernelConfig] = {
+    ("sm_90", GATE_UP, LARGE): _config(128, 128, 64, 8, 4),
+    ("sm_90", GATE_UP, SMALL): _config(64, 128, 64, 4, 4),
+    ("sm_90", DOWN, LARGE): _config(128, 256, 64, 8, 4),
+    ("sm_90", DOWN, SMALL): _config(64, 256, 64, 4, 4),
+    ("sm_90", DOWN_BACKWARD, LARGE): _config(128, 128, 64, 8, 4, SPLIT=4),
+    ("sm_90", DOWN_BACKWARD, SMALL): _config(64, 128, 64, 4, 4, SPLIT=4),
+    ("sm_90", INPUT_GRADIENT, LARGE): _config(128, 256, 64, 8, 4),
+    ("sm_90", INPUT_GRADIENT, SMALL): _config(64, 128, 64, 4, 4),
+    ("sm_90", WEIGHT_GRADIENT, LARGE): _config(128, 256, 64, 8, 4),
+    ("sm_90", WEIGHT_GRADIENT, SMALL): _config(128, 256, 64, 8, 4),
+    ("sm_100", GATE_UP, LARGE): _config(128, 128, 64, 8, 4),
+    ("sm_100", DOWN, LARGE): _config(128, 256, 64, 8, 3),
+    ("sm_100", DOWN_BACKWARD, LARGE): _config(128, 128, 64, 8, 4, SPLIT=4),
+    ("sm_100", INPUT_GRADIENT, LARGE): _config(128, 256, 64, 8, 3),
+    ("sm_100", WEIGHT_GRADIENT, LARGE): _config(128, 256, 64, 8, 3),
+    ("sm_80", GATE_UP, LARGE): _config(64, 128, 32, 8, 3),
+    ("sm_80", DOWN, LARGE): _config(128, 128, 32, 8, 3),
+    ("sm_80", DOWN_BACKWARD, LARGE): _config(128, 128, 32, 8, 3, SPLIT=4),
+    ("sm_80", INPUT_GRADIENT, LARGE): _config(128, 128, 32, 8, 3),
+    ("sm_80", WEIGHT_GRADIENT, LARGE): _config(128, 128, 32, 8, 3),
+    ("gfx942", GATE_UP, LARGE): _config(128, 64, 32, 8, 2),
+    ("gfx942", DOWN, LARGE): _config(128, 128, 64, 8, 2),
+    ("gfx942", DOWN_BACKWARD, LARGE): _config(128, 128, 64, 8, 2, SPLIT=4),
+    ("gfx942", INPUT_GRADIENT, LARGE): _config(128, 128, 64, 8, 2),
+    ("gfx942", WEIGHT_GRADIENT, LARGE): _config(128, 128, 64, 8, 2),
+}
+"""(architecture, kernel, row class) to configuration. A missing SMALL entry means the LARGE one; other architectures
+take :func:`nearest`'s."""
+
+_FOUR_BYTES = _config(64, 64, 32, 4, 2)
+_INTERPRETER = _config(64, 64, 64, 4, 1, SPLIT=2)
+
+
+@cache
+def architecture(device: torch.device) -> str:
+    """``sm_90``, ``gfx942``, ...; ``interpreter`` for tensors on the CPU."""
+    if device.type != "cuda":
+        return "interpreter"
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def nearest(arch: str) -> str:
+    """The architecture of the table whose entries *arch* uses: its own, else the newest before it of the same maker."""
+    known = {name for name, _, _ in TABLE}
+    if arch in known:
+        return arch
+    if arch.startswith("gfx"):
+        return "gfx942"
+    # Consumer chips (sm_86, sm_89, sm_120) have neither Hopper's instructions nor its shared memory.
+    number = int(arch.removeprefix("sm_"))
+    return "sm_80" if number < 90 or number >= 120 else "sm_90" if number < 100 else "sm_100"
+
+
+def row_class(rows_per_expert: float) -> str:
+    """Which tile height pays: with fewer than 256 rows an expert, 128-row tiles would run a quarter empty or worse."""
+    return SMALL if rows_per_expert < 256 else LARGE
+
+
+def config_for(kernel: str, arch: str, rows_per_expert: float, itemsize: int = 2) -> KernelConfig:
+    """The configuration of *kernel* for 16-bit (``itemsize=2``) or fp32 (4) tensors.
+
+    >>> config_for("down_forward", "sm_90", rows_per_expert=100).BM
+    64
+    """
+    if arch == "interpreter":
+        return _INTERPRETER
+    if itemsize == 4:
+        return replace(_FOUR_BYTES, SPLIT=2)
+    name = nearest(arch)
+    return TABLE.get((name, kernel, row_class(rows_per_expert))) or TABLE[name, kernel, LARGE]
+
+
+def should_permute_first(arch: str, hidden_dim: int) -> bool:
+    """Whether copying x into expert order first, to load it by TMA too, costs less than the gathered loads.
+
+    Per routed row the copy moves 4 D bytes, and the gate and up projections are 4 D F operations, so D cancels:
+    the copy pays where F (1/gathered - 1/tma) > 1/bandwidth. On an H200, 469 and 564 TFLOP/s (Triton grouped GEMM with
+    pointers and with TMA, TileOPs PR 1567) and 4.3 TB/s give F > 648; twice that is asked for until it is measured here.
+    """
+    gathered, with_tma, bytes_per_second = 469e12, 564e12, 4.3e12
+    break_even = 1.0 / (bytes_per_second * (1.0 / gathered - 1.0 / with_tma))
+    return arch in ("sm_90", "sm_100") and hidden_dim >= 2 * break_even
