@@ -7,8 +7,9 @@
 
 Fails where a kernel spills registers or uses a stack, needs more shared memory than the architecture has, misses the matrix
 instructions of its generation, loads an operand without asynchronous copies or TMA, stores less than 16 bytes a thread, draws
-ptxas warning C7511 (wgmma serialized), or moves by more than a tenth from the golden registers or instructions. A Triton version
-that is not installed is put into build/gate by pip.
+ptxas warning C7511 (wgmma serialized), or moves by more than a tenth from the golden registers or instructions. float32 is
+computed in full precision, without matrix instructions: there only spills and shared memory are judged. A Triton version that
+is not installed is put into build/gate by pip.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ NARROW_STORES = {"down_backward": 2}
 """Stores of less than 16 bytes that belong there: one score's gradient a row."""
 
 
-def violations(arch: str, kernel: str, constants: dict[str, Any], code: Any) -> list[str]:
+def violations(arch: str, kernel: str, constants: dict[str, Any], code: Any, *, full_precision: bool = False) -> list[str]:
     """What breaks a rule, in words; *code* is a ``machine_code.MachineCode``."""
     found = []
     if code.spilled or code.stack:
@@ -51,7 +52,7 @@ def violations(arch: str, kernel: str, constants: dict[str, Any], code: Any) -> 
         found.append(f"shared memory {code.shared} > {SHARED_LIMIT[arch]} bytes")
     if any("C7511" in warning for warning in code.warnings):
         found.append("ptxas C7511: wgmma serialized")
-    if kernel not in MATRIX_KERNELS:
+    if kernel not in MATRIX_KERNELS or full_precision:
         return found
     if not code.matrix[MATRIX[arch]]:
         found.append(f"no {MATRIX[arch]}")
@@ -85,18 +86,16 @@ def moved(code: dict[str, Any], golden: dict[str, int] | None) -> list[str]:
     ]
 
 
-def examine(archs: Iterable[str], kernels: Iterable[str]) -> list[dict[str, Any]]:
+def examine(archs: Iterable[str], kernels: Collection[str]) -> list[dict[str, Any]]:
     """One record for every distinct compilation, on the Triton of this process."""
     import launches
     from machine_code import machine_code
 
     records = []
     for arch in archs:
-        for case, launch in launches.compiled_for(arch).items():
-            if launch.kernel not in kernels:
-                continue
+        for case, launch in launches.compiled_for(arch, kernels).items():
             code = machine_code(launch.compiled, warnings=arch == "sm_90" and launch.kernel in MATRIX_KERNELS)
-            found = violations(arch, launch.kernel, launch.constants, code)
+            found = violations(arch, launch.kernel, launch.constants, code, full_precision=case.endswith("float32"))
             records.append({"case": f"{arch} {case}", "config": launch.config, **vars(code), "violations": found})
     return records
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from offline import Launch, compiling_for
-from routepack.triton_kernels.routing import Routing, offsets_of_counts, route
 from torch import Tensor
 
 from routepack.triton_kernels import configs, launch, launch_backward
+from routepack.triton_kernels.routing import Routing, offsets_of_counts, route
 
 DIM, HIDDEN_DIM, TOP_K, NUM_EXPERTS = 2_048, 768, 8, 8
 """Qwen3-30B-A3B's, with fewer experts: sizes are run-time values, so only their divisors matter to the code."""
@@ -29,22 +29,23 @@ class Case(Launch):
     """Tile, warps and stages as the table prints them."""
 
 
-def compiled_for(arch: str) -> dict[str, Case]:
-    """By name, each kernel with each config and operand path that *arch* ships; equal compilations once, under the first name."""
+def compiled_for(
+    arch: str, kernels: Collection[str] | None = None, classes: Sequence[str] = (configs.LARGE, configs.SMALL)
+) -> dict[str, Case]:
+    """By name, each of *kernels* with each config and operand path that *arch* ships; equal compilations once."""
     cases: dict[str, Case] = {}
     seen: set[str] = set()
-    with _architecture(arch):
-        for rows_class in (configs.LARGE, configs.SMALL):
-            for variant, run in VARIANTS.items():
-                with compiling_for(arch) as launches:
-                    run(TOKENS[rows_class])
-                for made in launches:
-                    if made.compiled.hash in seen:
-                        continue
-                    seen.add(made.compiled.hash)
-                    name = f"{made.kernel}{_which(made)}, {rows_class}, {variant}"
-                    assert name not in cases, f"two different compilations are called {name}"
-                    cases[name] = Case(made.kernel, made.constants, made.compiled, _config(made))
+    for rows_class in classes:
+        for variant, run in VARIANTS.items():
+            with _architecture(arch), compiling_for(arch, kernels) as launches:
+                run(TOKENS[rows_class])
+            for made in launches:
+                if made.compiled.hash in seen:
+                    continue
+                seen.add(made.compiled.hash)
+                name = f"{made.kernel}{_which(made)}, {rows_class}, {variant}"
+                assert name not in cases, f"two different compilations are called {name}"
+                cases[name] = Case(made.kernel, made.constants, made.compiled, _config(made))
     return cases
 
 
@@ -73,28 +74,30 @@ def _architecture(arch: str) -> Generator[None, None, None]:
         configs.architecture = before  # type: ignore[assignment]
 
 
-def _weights() -> tuple[Tensor, Tensor, Tensor]:
+def _weights(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
     sizes = ((NUM_EXPERTS, HIDDEN_DIM, DIM), (NUM_EXPERTS, HIDDEN_DIM, DIM), (NUM_EXPERTS, DIM, HIDDEN_DIM))
-    return tuple(torch.empty(size, dtype=torch.bfloat16) for size in sizes)  # type: ignore[return-value]
+    return tuple(torch.empty(size, dtype=dtype) for size in sizes)  # type: ignore[return-value]
 
 
 def _train(x: Tensor, scores: Tensor | None, routing: Routing, **options: Any) -> None:
-    weights = _weights()
+    weights = _weights(x.dtype)
     out, h = launch.forward(x, scores, *weights, routing, save_h=True, **options)
     launch_backward.backward(torch.empty_like(out), x, scores, *weights, h, routing, NEEDS)
 
 
-def _tokens(num_tokens: int) -> tuple[Tensor, Tensor, Routing]:
+def _tokens(num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Routing]:
     ids_TK = torch.arange(num_tokens * TOP_K).view(num_tokens, TOP_K) % NUM_EXPERTS
     order_R, inverse_N, offsets_E1 = route(ids_TK, NUM_EXPERTS)
     routing = Routing(offsets_E1=offsets_E1, order_R=order_R, inverse_N=inverse_N, top_k=TOP_K)
-    return torch.empty(num_tokens, DIM, dtype=torch.bfloat16), torch.empty(num_tokens * TOP_K), routing
+    return torch.empty(num_tokens, DIM, dtype=dtype), torch.empty(num_tokens * TOP_K), routing
 
 
-def _rows(num_tokens: int) -> tuple[Tensor, None, Routing]:
+def _rows(num_tokens: int, *, indexed: bool = False) -> tuple[Tensor, Tensor, Routing]:
     num_rows = num_tokens * TOP_K
-    routing = Routing(offsets_E1=offsets_of_counts(torch.full((NUM_EXPERTS,), num_tokens), num_rows))
-    return torch.empty(num_rows, DIM, dtype=torch.bfloat16), None, routing
+    order_R = torch.arange(num_rows, dtype=torch.int32) if indexed else None
+    offsets_E1 = offsets_of_counts(torch.full((NUM_EXPERTS,), num_tokens), num_rows)
+    routing = Routing(offsets_E1=offsets_E1, order_R=order_R)
+    return torch.empty(num_rows, DIM, dtype=torch.bfloat16), torch.empty(num_rows), routing
 
 
 def _infer(num_tokens: int) -> None:
@@ -102,10 +105,21 @@ def _infer(num_tokens: int) -> None:
     launch.forward(x, scores, *_weights(), routing, save_h=False, permute_first=False)
 
 
+def _recompute_and_accumulate(num_tokens: int) -> None:
+    x, scores, routing = _tokens(num_tokens)
+    accumulators = _weights(torch.float32)
+    h = x.new_empty((2, 0, HIDDEN_DIM))
+    launch_backward.backward(x, x, scores, *_weights(), h, routing, NEEDS, accumulators=accumulators, permute_first=False)
+
+
 VARIANTS: dict[str, Callable[[int], None]] = {
     "tokens": lambda num_tokens: _train(*_tokens(num_tokens), permute_first=False),
     "permuted": lambda num_tokens: _train(*_tokens(num_tokens), permute_first=True),
     "rows": lambda num_tokens: _train(*_rows(num_tokens)),
+    "indexed rows": lambda num_tokens: _train(*_rows(num_tokens, indexed=True)),
     "inference": _infer,
+    "recomputing": _recompute_and_accumulate,
+    "float32": lambda num_tokens: _train(*_tokens(num_tokens, torch.float32), permute_first=False),
 }
-"""Through the sorting gather, with x copied into expert order first, on rows that come in expert order, without gradients."""
+"""What a kernel is compiled for: tokens through the sorting gather, the same with x copied into expert order first, rows that
+come in expert order or through an index, no gradients, recomputation with float32 gradient sums, float32 throughout."""

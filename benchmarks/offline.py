@@ -6,7 +6,7 @@ and strides, the same constants, warps and stages. Only the driver, which tells 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -57,13 +57,18 @@ class OfflineDriver:
 
 
 @contextmanager
-def compiling_for(arch: str) -> Generator[list[Launch], None, None]:
-    """Inside the block launches on CPU tensors compile for *arch*; the list gets one entry each. Tensors are not read."""
+def compiling_for(arch: str, kernels: Collection[str] | None = None) -> Generator[list[Launch], None, None]:
+    """Inside the block launches on CPU tensors compile for *arch*; the list gets one entry each. Tensors are not read.
+
+    Launches of others than *kernels*, where they are given, do nothing.
+    """
     config = triton.runtime.driver
     driver_before, run = config._active, JITFunction.run
     launches: list[Launch] = []
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if kernels is not None and self.fn.__name__ not in kernels:
+            return None
         compiled = run(self, *args, grid=grid, warmup=True, **options)
         compiled = compiled.result() if hasattr(compiled, "result") else compiled
         names = [self.params[path[0]].name for path in compiled.src.constants]

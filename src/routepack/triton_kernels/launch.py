@@ -13,8 +13,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from routepack.triton_kernels import forward_kernels, permute_kernels
 from routepack.triton_kernels import configs as table
+from routepack.triton_kernels import forward_kernels, permute_kernels
 from routepack.triton_kernels.configs import KernelConfig
 from routepack.triton_kernels.routing import Routing, max_tiles
 
