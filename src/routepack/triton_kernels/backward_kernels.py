@@ -12,7 +12,8 @@ from routepack.triton_kernels.tiles import load_block, load_rows, load_weight, r
 
 @triton.jit
 def swiglu_backward(
-    acc, score, h, dh, scaled_act, rows, row_ok, n, F, stride_h_part, stride_h_row, stride_dh_part, stride_dh_row, stride_act_row,
+    acc, score, h, dh, scaled_act, rows, row_ok, n, F,
+    stride_h_part, stride_h_row, stride_dh_part, stride_dh_row, stride_act_row,
     WIDTH: tl.constexpr, ACT: tl.constexpr, DH: tl.constexpr,
 ):  # fmt: skip
     """From dA' [BM, WIDTH] (fp32): stores s A and the gradients of gate and up, gives the part of ds (fp32 [BM])."""
@@ -70,10 +71,8 @@ def down_backward(
         a = load_rows(dout, a_pointers, first, k, k_range, D, stride_dout_d, BM, False, MASK_K)
         b = load_weight(w2, w2_offsets, expert, n, k, n_range, k_range, F, D, stride_w2_d, BN, BK, False, TMA_W, MASK_N, MASK_K)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    if SCALE:
-        score = tl.load(scores + slots, mask=row_ok, other=0.0).to(tl.float32)
-    else:
-        score = tl.full([BM], 1.0, tl.float32)
+    ones = tl.full([BM], 1.0, tl.float32)
+    score = tl.load(scores + slots, mask=row_ok, other=0.0).to(tl.float32) if SCALE else ones
     if SPLIT == 1:
         dscore = swiglu_backward(
             acc, score, h, dh, scaled_act, rows, row_ok, n, F,
@@ -191,10 +190,7 @@ def weight_gradient(
     acc = tl.zeros([BM, BN], tl.float32)
     for r in range(start, end, BK):
         rows = (r + tl.arange(0, BK)).to(tl.int64)
-        if GATHER:
-            slots = tl.load(order + rows, mask=rows < end, other=-1).to(tl.int64)
-        else:
-            slots = tl.where(rows < end, rows, -1)
+        slots = tl.load(order + rows, mask=rows < end, other=-1).to(tl.int64) if GATHER else tl.where(rows < end, rows, -1)
         row_ok = (slots >= 0)[:, None]
         source_a = slots // TOP_K if GATHER_A else rows
         source_b = slots // TOP_K if GATHER_B else rows

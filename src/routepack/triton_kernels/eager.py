@@ -68,14 +68,14 @@ def forward(
 
 def backward(
     dout: Tensor, x: Tensor, scores_N: Tensor | None, w1: Tensor, w3: Tensor, w2: Tensor, h: Tensor, routing: Routing,
-    *, accumulators: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, scores [N] (wide), w1, w3, w2; the last three are *accumulators*, added to, where given."""
+    *, sums: Sequence[Tensor] | None = None,
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of x, scores [N] (wide), w1, w3, w2; the last three are *sums*, added to, where given."""
     wide = _wide(x.dtype)
     top_k = routing.top_k
     dx_ND = x.new_zeros((x.shape[0] * top_k, x.shape[1]), dtype=wide)
     dscores_N = None if scores_N is None else scores_N.new_zeros(scores_N.shape, dtype=wide)
-    dw1, dw3, dw2 = accumulators or [torch.zeros_like(w, memory_format=torch.contiguous_format) for w in (w1, w3, w2)]
+    dw1, dw3, dw2 = sums or [torch.zeros_like(w) for w in (w1, w3, w2)]
     for expert, rows, slots in _experts(routing):
         x_rows, dout_rows = _take(x, slots, top_k), _take(dout, slots, top_k)
         if h.shape[1]:
@@ -96,4 +96,4 @@ def backward(
         dw1[expert] += dgate.T @ x_rows
         dw3[expert] += dup.T @ x_rows
         dw2[expert] += dout_rows.T @ act.to(x.dtype)
-    return dx_ND.view(x.shape[0], top_k, x.shape[1]).sum(dim=1).to(x.dtype), dscores_N, dw1, dw3, dw2
+    return [dx_ND.view(x.shape[0], top_k, x.shape[1]).sum(dim=1).to(x.dtype), dscores_N, dw1, dw3, dw2]

@@ -17,12 +17,13 @@ def gate_up_forward(
     stride_w1_e, stride_w1_f, stride_w1_d, stride_w3_e, stride_w3_f, stride_w3_d,
     stride_h_part, stride_h_row, stride_act_row,
     TOP_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    GATHER: tl.constexpr, SORTED: tl.constexpr, SAVE_H: tl.constexpr, SAVE_ACT: tl.constexpr, TMA_X: tl.constexpr, TMA_W: tl.constexpr,
+    GATHER: tl.constexpr, SORTED: tl.constexpr, SAVE_H: tl.constexpr, SAVE_ACT: tl.constexpr,
+    TMA_X: tl.constexpr, TMA_W: tl.constexpr,
     MASK_N: tl.constexpr, MASK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """act[r] = silu(x[r] w1[e]^T) * (x[r] w3[e]^T), and h = (gate, up) where it is saved.
 
-    GATHER: x is read through *order* (row ``order[r] // TOP_K``), unless SORTED says that x was permuted before.
+    GATHER: there is an *order*, and x is read through it (row ``order[r] // TOP_K``) unless x is SORTED.
     """
     num_n = tl.cdiv(F, BN)
     tiles = tl.load(num_tiles)
@@ -36,14 +37,8 @@ def gate_up_forward(
     n_range = (n + tl.arange(0, BN)).to(tl.int64)
     k_range = tl.arange(0, BK).to(tl.int64)
     # Rows without a slot read a row that exists; what comes of them is not stored.
-    if GATHER and not SORTED:
-        source = tl.where(row_ok, slots, 0) // TOP_K
-    else:
-        source = tl.where(row_ok, rows, first)
-    if TMA_X:
-        x_pointers = x
-    else:
-        x_pointers = x + source[:, None] * stride_x_row + k_range[None, :] * stride_x_d
+    source = tl.where(row_ok, rows, first) if SORTED else tl.where(row_ok, slots, 0) // TOP_K
+    x_pointers = x if TMA_X else x + source[:, None] * stride_x_row + k_range[None, :] * stride_x_d
     w1_offsets = weight_offsets(expert, n_range, k_range, stride_w1_e, stride_w1_f, stride_w1_d)
     w3_offsets = weight_offsets(expert, n_range, k_range, stride_w3_e, stride_w3_f, stride_w3_d)
     gate = tl.zeros([BM, BN], tl.float32)
@@ -89,10 +84,8 @@ def down_forward(
     n = column * BN
     n_range = (n + tl.arange(0, BN)).to(tl.int64)
     k_range = tl.arange(0, BK).to(tl.int64)
-    if TMA_ACT:
-        a_pointers = act
-    else:
-        a_pointers = act + tl.where(row_ok, rows, first)[:, None] * stride_act_row + k_range[None, :]
+    source = tl.where(row_ok, rows, first)
+    a_pointers = act if TMA_ACT else act + source[:, None] * stride_act_row + k_range[None, :]
     w2_offsets = weight_offsets(expert, n_range, k_range, stride_w2_e, stride_w2_d, stride_w2_f)
     acc = tl.zeros([BM, BN], tl.float32)
     for k in range(0, F, BK):

@@ -1,4 +1,4 @@
-"""Launches the kernels: forward and backward over sorted rows. Grids come from sizes the host knows: nothing waits for the device.
+"""Launches the forward kernels over sorted rows. Grids come from sizes the host knows: nothing waits for the device.
 
 Letters: T tokens, K top-k, N slots, R sorted rows, E experts, D model dim, F hidden dim.
 """
@@ -16,7 +16,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from routepack.triton_kernels import configs as table
 from routepack.triton_kernels import forward_kernels, permute_kernels
 from routepack.triton_kernels.configs import KernelConfig
-from routepack.triton_kernels.routing import Routing, max_tiles
+from routepack.triton_kernels.routing import Routing, max_tiles, num_blocks
+
+# Kernels take plain numbers for their constexpr parameters, which a type checker would refuse.
+_TILE_MAP: Any = permute_kernels.tile_map
+_GATE_UP: Any = forward_kernels.gate_up_forward
+_DOWN: Any = forward_kernels.down_forward
+_COMBINE: Any = permute_kernels.combine
+_ZERO_TAIL: Any = permute_kernels.zero_tail
 
 
 def new_rows(num_rows: int, width: int, like: Tensor, parts: int = 1) -> Tensor:
@@ -50,7 +57,7 @@ class Schedule:
         num_experts, offsets_E1 = self.routing.num_experts, self.routing.offsets_E1
         tile_expert, tile_row = offsets_E1.new_empty((2, max_tiles(self.num_rows, num_experts, tile_rows)))
         num_tiles = offsets_E1.new_empty(1)
-        permute_kernels.tile_map[(num_experts,)](
+        _TILE_MAP[(num_experts,)](
             offsets_E1, tile_expert, tile_row, num_tiles,
             E=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), BM=tile_rows, STEP=64,
         )  # fmt: skip
@@ -58,7 +65,7 @@ class Schedule:
 
     def grid(self, tile_rows: int, columns: int, tile_columns: int) -> tuple[int]:
         """One program per tile that there could be; those beyond the real number return at once."""
-        return (max_tiles(self.num_rows, self.routing.num_experts, tile_rows) * triton.cdiv(columns, tile_columns),)
+        return (max_tiles(self.num_rows, self.routing.num_experts, tile_rows) * num_blocks(columns, tile_columns),)
 
     def has_tma(self, *tensors: Tensor) -> bool:
         """Whether all of them can be described to the TMA unit: last axis dense, the rest in steps of 16 bytes."""
@@ -76,16 +83,17 @@ def _is_describable(tensor: Tensor) -> bool:
     )
 
 
-def _described(tensor: Tensor, block: list[int], tma: bool) -> Any:
+def described(tensor: Tensor, block: list[int], tma: bool) -> Any:
+    """The tensor, or under *tma* its descriptor for loads of *block*."""
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block) if tma else tensor
 
 
-def _precision(tensor: Tensor) -> str:
+def precision(tensor: Tensor) -> str:
     """fp32 products as torch computes them: in full, unless TF32 is allowed."""
     return "tf32" if tensor.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def _compiled(config: KernelConfig, *names: str) -> dict[str, int]:
+def compile_options(config: KernelConfig, *names: str) -> dict[str, int]:
     """The launch options of *config*."""
     return {name: getattr(config, name) for name in ("BM", "BN", "BK", "GROUP_M", "num_warps", "num_stages", *names)}
 
@@ -109,12 +117,12 @@ def gate_up(
 ) -> tuple[Tensor, Tensor]:
     """silu(x w1^T) * (x w3^T) [R, F] in expert order, and both factors before the activation [2, R, F].
 
-    What is not saved has no rows. *permute_first*: None decides by :func:`~routepack.triton_kernels.configs.should_permute_first`.
+    What is not saved has no rows. *permute_first*: None leaves it to :func:`.configs.should_permute_first`.
     """
     if permute_first is None:
         permute_first = table.should_permute_first(schedule.arch, w1.shape[1]) and schedule.has_tma(w1, w3)
     routing, config = schedule.routing, schedule.config(table.GATE_UP)
-    num_experts, hidden_dim, dim = w1.shape
+    _, hidden_dim, dim = w1.shape
     gather = routing.order_R is not None
     is_sorted = permute_first or not gather
     if permute_first and routing.order_R is not None:
@@ -124,12 +132,12 @@ def gate_up(
     tma_w = schedule.has_tma(w1, w3)
     tma_x = is_sorted and schedule.has_tma(x)
     block = [1, config.BN, config.BK]
-    forward_kernels.gate_up_forward[schedule.grid(config.BM, hidden_dim, config.BN)](
-        _described(x, [config.BM, config.BK], tma_x), _described(w1, block, tma_w), _described(w3, block, tma_w),
+    _GATE_UP[schedule.grid(config.BM, hidden_dim, config.BN)](
+        described(x, [config.BM, config.BK], tma_x), described(w1, block, tma_w), described(w3, block, tma_w),
         routing.order_R, routing.offsets_E1, *schedule.tiles(config.BM), h, act,
         dim, hidden_dim, *x.stride(), *w1.stride(), *w3.stride(), h.stride(0), h.stride(1), act.stride(0),
         TOP_K=routing.top_k, GATHER=gather, SORTED=is_sorted, SAVE_H=save_h, SAVE_ACT=save_act, TMA_X=tma_x, TMA_W=tma_w,
-        MASK_N=hidden_dim % config.BN > 0, MASK_K=dim % config.BK > 0, PRECISION=_precision(x), **_compiled(config),
+        MASK_N=hidden_dim % config.BN > 0, MASK_K=dim % config.BK > 0, PRECISION=precision(x), **compile_options(config),
     )  # fmt: skip
     return act, h
 
@@ -137,14 +145,14 @@ def gate_up(
 def down(act: Tensor, w2: Tensor, scores: Tensor | None, out: Tensor, schedule: Schedule, *, scatter: bool) -> None:
     """out = act w2^T: in expert order, or *scatter*-ed to the slots' rows; times *scores* where they are given."""
     routing, config = schedule.routing, schedule.config(table.DOWN)
-    num_experts, dim, hidden_dim = w2.shape
+    _, dim, hidden_dim = w2.shape
     tma_w, tma_act = schedule.has_tma(w2), schedule.has_tma(act)
-    forward_kernels.down_forward[schedule.grid(config.BM, dim, config.BN)](
-        _described(act, [config.BM, config.BK], tma_act), _described(w2, [1, config.BN, config.BK], tma_w),
+    _DOWN[schedule.grid(config.BM, dim, config.BN)](
+        described(act, [config.BM, config.BK], tma_act), described(w2, [1, config.BN, config.BK], tma_w),
         routing.order_R, scores, routing.offsets_E1, *schedule.tiles(config.BM), out,
         dim, hidden_dim, act.stride(0), *w2.stride(), out.stride(0),
         GATHER=routing.order_R is not None, SCATTER=scatter, SCALE=scores is not None, TMA_ACT=tma_act, TMA_W=tma_w,
-        MASK_N=dim % config.BN > 0, MASK_K=hidden_dim % config.BK > 0, PRECISION=_precision(act), **_compiled(config),
+        MASK_N=dim % config.BN > 0, MASK_K=hidden_dim % config.BK > 0, PRECISION=precision(act), **compile_options(config),
     )  # fmt: skip
 
 
@@ -152,7 +160,7 @@ def combine(y: Tensor, scores: Tensor | None, routing: Routing, out: Tensor) -> 
     """out[t] = sum over k of scores[t, k] y[inverse[t, k]], in fp32 and in this order."""
     num_tokens, dim = out.shape
     block = min(1024, triton.next_power_of_2(dim))
-    permute_kernels.combine[(num_tokens, triton.cdiv(dim, block))](
+    _COMBINE[(num_tokens, num_blocks(dim, block))](
         y, routing.inverse_N, scores, routing.offsets_E1, out, dim, y.stride(0), out.stride(0),
         E=routing.num_experts, TOP_K=routing.top_k, BLOCK_D=block, SCALE=scores is not None,
     )  # fmt: skip
@@ -162,12 +170,12 @@ def zero_tail(out: Tensor, routing: Routing) -> None:
     """Zeros in the rows that belong to no expert."""
     num_rows, dim = out.shape
     rows, block = 16, min(256, triton.next_power_of_2(dim))
-    permute_kernels.zero_tail[(triton.cdiv(num_rows, rows), triton.cdiv(dim, block))](
+    _ZERO_TAIL[(num_blocks(num_rows, rows), num_blocks(dim, block))](
         out, routing.offsets_E1, num_rows, dim, out.stride(0), E=routing.num_experts, ROWS=rows, BLOCK_D=block
     )
 
 
-def _to_slots(write: Any, shape: torch.Size, like: Tensor, scores: Tensor | None, schedule: Schedule) -> Tensor:
+def to_slots(write: Any, shape: torch.Size, like: Tensor, scores: Tensor | None, schedule: Schedule) -> Tensor:
     """What a GEMM writes in expert order, brought to the rows that were given: summed, scattered or as it is."""
     routing = schedule.routing
     if routing.inverse_N is not None:
@@ -199,4 +207,4 @@ def forward(
     def write(out: Tensor, scatter: bool) -> None:
         down(act, w2, row_scores, out, schedule, scatter=scatter)
 
-    return _to_slots(write, x.shape, x, scores, schedule), h
+    return to_slots(write, x.shape, x, scores, schedule), h

@@ -8,6 +8,7 @@ Triton driver is needed to trace them. A selective checkpoint that must save ``r
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def experts(
 
 
 @experts.register_fake
-def _(x, scores, w1, w3, w2, offsets, order, inverse, top_k, save_h, *options):  # noqa: ANN
+def _(x, scores, w1, w3, w2, offsets, order, inverse, top_k, save_h, *options):
     num_rows = x.shape[0] if order is None else order.shape[0]
     return x.new_empty(x.shape), x.new_empty((2, num_rows if save_h else 0, w1.shape[1]))
 
@@ -103,15 +104,13 @@ def experts_backward(
     """Gradients of x, scores, w1, w3, w2; without elements where not needed."""
     plan = Routing(offsets_E1=offsets, order_R=order, inverse_N=inverse, top_k=top_k)
     gradients = _backward(dout, x, scores, w1, w3, w2, h, plan, needs, implementation, permute_first, tma, None)
-    shaped = zip(gradients, (x, scores, w1, w3, w2), needs, strict=True)
-    dx, dscores, dw1, dw3, dw2 = [_as(gradient, like, x) if need else x.new_empty(0) for gradient, like, need in shaped]
+    dx, dscores, dw1, dw3, dw2 = _shaped(gradients, (x, scores, w1, w3, w2), needs)
     return dx, dscores, dw1, dw3, dw2
 
 
 @experts_backward.register_fake
-def _(dout, x, scores, w1, w3, w2, h, offsets, order, inverse, top_k, needs, *options):  # noqa: ANN
-    shaped = zip((x, scores, w1, w3, w2), needs, strict=True)
-    return tuple(like.new_empty(like.shape) if need else x.new_empty(0) for like, need in shaped)
+def _(dout, x, scores, w1, w3, w2, h, offsets, order, inverse, top_k, needs, *options):
+    return _empties((x, scores, w1, w3, w2), needs)
 
 
 @torch.library.custom_op("routepack::experts_backward_into", mutates_args=("w1_sum", "w3_sum", "w2_sum"))
@@ -140,31 +139,48 @@ def experts_backward_into(
     gradients = _backward(
         dout, x, scores, w1, w3, w2, h, plan, needs, implementation, permute_first, tma, (w1_sum, w3_sum, w2_sum)
     )
-    shaped = zip(gradients[:2], (x, scores), needs[:2], strict=True)
-    dx, dscores = [_as(gradient, like, x) if need else x.new_empty(0) for gradient, like, need in shaped]
+    dx, dscores = _shaped(gradients[:2], (x, scores), needs[:2])
     return dx, dscores
 
 
 @experts_backward_into.register_fake
-def _(dout, x, scores, w1, w3, w2, h, offsets, order, inverse, w1_sum, w3_sum, w2_sum, top_k, needs, *options):  # noqa: ANN
-    shaped = zip((x, scores), needs[:2], strict=True)
-    return tuple(like.new_empty(like.shape) if need else x.new_empty(0) for like, need in shaped)
+def _(dout, x, scores, w1, w3, w2, h, offsets, order, inverse, w1_sum, w3_sum, w2_sum, top_k, needs, *options):
+    return _empties((x, scores), needs[:2])
 
 
-def _as(gradient: Tensor, like: Tensor, x: Tensor) -> Tensor:
-    return gradient.reshape(like.shape).to(like.dtype)
+def _empties(likes: Sequence[Any], needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    """What the backward operators give: gradients of x and scores are dense, those of weights have the weights' strides."""
+    makers = (_dense, _dense, torch.empty_like, torch.empty_like, torch.empty_like)
+    triples = zip(makers, likes, needs, strict=False)
+    return tuple(make(like) if need else likes[0].new_empty(0) for make, like, need in triples)
 
 
-def _backward(dout, x, scores, w1, w3, w2, h, plan, needs, implementation, permute_first, tma, accumulators):  # noqa: ANN
+def _dense(like: Tensor) -> Tensor:
+    return like.new_empty(like.shape)
+
+
+def _shaped(gradients: Sequence[Tensor | None], likes: Sequence[Any], needs: Sequence[bool]) -> list[Tensor]:
+    """Each gradient in shape and dtype of its tensor; one without elements where it is not needed."""
+    shaped = []
+    for gradient, like, need in zip(gradients, likes, needs, strict=True):
+        if need and gradient is not None:
+            shaped.append(gradient.reshape(like.shape).to(like.dtype))
+        else:
+            shaped.append(likes[0].new_empty(0))
+    return shaped
+
+
+def _backward(
+    dout: Tensor, x: Tensor, scores: Tensor | None, w1: Tensor, w3: Tensor, w2: Tensor, h: Tensor, plan: Routing,
+    needs: Sequence[bool], implementation: str, permute_first: bool | None, tma: bool | None, sums: Sequence[Tensor] | None,
+) -> list[Tensor | None]:  # fmt: skip
     flat = None if scores is None else scores.reshape(-1)
     if implementation == "eager":
-        return eager.backward(dout, x, flat, w1, w3, w2, h, plan, accumulators=accumulators)
+        return eager.backward(dout, x, flat, w1, w3, w2, h, plan, sums=sums)
     from routepack.triton_kernels import launch_backward
 
     wanted = launch_backward.Needs(x=needs[0], scores=needs[1], w1=needs[2], w3=needs[3], w2=needs[4])
-    return launch_backward.backward(
-        dout, x, flat, w1, w3, w2, h, plan, wanted, accumulators=accumulators, permute_first=permute_first, tma=tma
-    )
+    return launch_backward.backward(dout, x, flat, w1, w3, w2, h, plan, wanted, sums=sums, permute_first=permute_first, tma=tma)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

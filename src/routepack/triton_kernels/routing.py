@@ -62,6 +62,11 @@ def offsets_of_counts(counts_E: Tensor, num_rows: int) -> Tensor:
     return torch.cat([ends_E.new_zeros(1), ends_E])
 
 
+def num_blocks(size: int, block: int) -> int:
+    """Blocks of *block* that cover *size*."""
+    return -(-size // block)
+
+
 def max_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:
     """How many tiles of *tile_rows* rows there are at most, however the rows fall on the experts.
 

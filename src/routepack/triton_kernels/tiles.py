@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def swizzle(pid, num_m, num_n, GROUP_M: tl.constexpr):
-    """Row tile and column tile of program *pid*: GROUP_M row tiles walk the columns together, so that they share weights in L2."""
+    """Row and column tile of program *pid*: GROUP_M row tiles walk the columns together and share weights in L2."""
     per_group = GROUP_M * num_n
     first = pid // per_group * GROUP_M
     height = tl.minimum(num_m - first, GROUP_M)
@@ -26,10 +26,7 @@ def rows_of_tile(tile, order, offsets, tile_expert, tile_row, BM: tl.constexpr, 
     first = tl.load(tile_row + tile)
     end = tl.load(offsets + expert + 1)
     rows = (first + tl.arange(0, BM)).to(tl.int64)
-    if GATHER:
-        slots = tl.load(order + rows, mask=rows < end, other=-1).to(tl.int64)
-    else:
-        slots = tl.where(rows < end, rows, -1)
+    slots = tl.load(order + rows, mask=rows < end, other=-1).to(tl.int64) if GATHER else tl.where(rows < end, rows, -1)
     return expert, first, rows, slots
 
 
@@ -65,10 +62,7 @@ def load_weight(
 ):  # fmt: skip
     """[BK, BN] of one expert's weights at (k, n). K_LAST: the contracted axis is the last of the three in *w*."""
     if TMA:
-        if K_LAST:
-            block = w.load([expert, n, k]).reshape(BN, BK).T
-        else:
-            block = w.load([expert, k, n]).reshape(BK, BN)
+        block = w.load([expert, n, k]).reshape(BN, BK).T if K_LAST else w.load([expert, k, n]).reshape(BK, BN)
     else:
         k_ok = (k + k_range < k_size)[:, None]
         block = load_block(w + offsets + tl.cast(k, tl.int64) * stride_k, k_ok, (n_range < n_size)[None, :], MASK_K, MASK_N)
