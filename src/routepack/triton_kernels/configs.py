@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 
@@ -41,7 +41,9 @@ DOWN = "down_forward"
 DOWN_BACKWARD = "down_backward"
 INPUT_GRADIENT = "input_gradient"
 WEIGHT_GRADIENT = "weight_gradient"
-KERNELS = (GATE_UP, DOWN, DOWN_BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+WEIGHT_GRADIENT_SUM = "weight_gradient_sum"
+"""The weight gradient that is added to an fp32 tensor: reading the sum takes registers that the product then lacks."""
+KERNELS = (GATE_UP, DOWN, DOWN_BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, WEIGHT_GRADIENT_SUM)
 
 SMALL, LARGE = "small", "large"
 """Row classes: fewer than 256 rows per expert on average, or more."""
@@ -62,26 +64,31 @@ TABLE: dict[tuple[str, str, str], KernelConfig] = {
     ("sm_90", INPUT_GRADIENT, SMALL): _config(64, 128, 64, 4, 4),
     ("sm_90", WEIGHT_GRADIENT, LARGE): _config(128, 256, 64, 8, 4),
     ("sm_90", WEIGHT_GRADIENT, SMALL): _config(128, 256, 64, 8, 4),
+    ("sm_90", WEIGHT_GRADIENT_SUM, LARGE): _config(128, 128, 64, 8, 4),
     ("sm_100", GATE_UP, LARGE): _config(128, 128, 64, 8, 4),
     ("sm_100", DOWN, LARGE): _config(128, 256, 64, 8, 3),
     ("sm_100", DOWN_BACKWARD, LARGE): _config(128, 128, 64, 8, 4, SPLIT=4),
     ("sm_100", INPUT_GRADIENT, LARGE): _config(128, 256, 64, 8, 3),
     ("sm_100", WEIGHT_GRADIENT, LARGE): _config(128, 256, 64, 8, 3),
+    ("sm_100", WEIGHT_GRADIENT_SUM, LARGE): _config(128, 128, 64, 8, 3),
     ("sm_80", GATE_UP, LARGE): _config(64, 128, 32, 8, 3),
     ("sm_80", DOWN, LARGE): _config(128, 128, 32, 8, 3),
     ("sm_80", DOWN_BACKWARD, LARGE): _config(128, 128, 32, 8, 3, SPLIT=4),
     ("sm_80", INPUT_GRADIENT, LARGE): _config(128, 128, 32, 8, 3),
     ("sm_80", WEIGHT_GRADIENT, LARGE): _config(128, 128, 32, 8, 3),
+    ("sm_80", WEIGHT_GRADIENT_SUM, LARGE): _config(128, 128, 32, 8, 3),
     ("gfx942", GATE_UP, LARGE): _config(128, 64, 32, 8, 2),
     ("gfx942", DOWN, LARGE): _config(128, 128, 64, 8, 2),
     ("gfx942", DOWN_BACKWARD, LARGE): _config(128, 128, 64, 8, 2, SPLIT=4),
     ("gfx942", INPUT_GRADIENT, LARGE): _config(128, 128, 64, 8, 2),
     ("gfx942", WEIGHT_GRADIENT, LARGE): _config(128, 128, 64, 8, 2),
+    ("gfx942", WEIGHT_GRADIENT_SUM, LARGE): _config(128, 128, 64, 8, 2),
 }
 """(architecture, kernel, row class) to configuration. A missing SMALL entry means the LARGE one; other architectures
 take :func:`nearest`'s."""
 
-_FOUR_BYTES = _config(64, 64, 32, 4, 2)
+_FOUR_BYTES = _config(64, 64, 16, 8, 2, SPLIT=2)
+"""For fp32, whose products are computed in full without matrix instructions: deeper or wider tiles spill."""
 _INTERPRETER = _config(64, 64, 64, 4, 1, SPLIT=2)
 
 
@@ -122,7 +129,7 @@ def config_for(kernel: str, arch: str, rows_per_expert: float, itemsize: int = 2
     if arch == "interpreter":
         return _INTERPRETER
     if itemsize == 4:
-        return replace(_FOUR_BYTES, SPLIT=2)
+        return _FOUR_BYTES
     table, name = shipped_or_given(), nearest(arch)
     return table.get((name, kernel, row_class(rows_per_expert))) or table[name, kernel, LARGE]
 
