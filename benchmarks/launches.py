@@ -107,9 +107,9 @@ def _infer(num_tokens: int) -> None:
 
 def _recompute_and_accumulate(num_tokens: int) -> None:
     x, scores, routing = _tokens(num_tokens)
-    accumulators = _weights(torch.float32)
+    sums = _weights(torch.float32)
     h = x.new_empty((2, 0, HIDDEN_DIM))
-    launch_backward.backward(x, x, scores, *_weights(), h, routing, NEEDS, accumulators=accumulators, permute_first=False)
+    launch_backward.backward(x, x, scores, *_weights(), h, routing, NEEDS, sums=sums, permute_first=False)
 
 
 VARIANTS: dict[str, Callable[[int], None]] = {

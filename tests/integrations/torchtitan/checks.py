@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from routepack import distributed, materialize
 from routepack.components.packer import AttentionAwarePacker
 from routepack.errors import RoutePackError
 from routepack.integrations.torchtitan import model, moves, overrides
+from routepack.integrations.torchtitan.experts import TritonExperts
 from routepack.integrations.torchtitan.losses import CrossEntropyTokenLoss, GRPOTokenLoss, TokenLoss
 from routepack.integrations.torchtitan.model import TinyQwen3MoE, build_local_model
 from routepack.integrations.torchtitan.settings import TrainerSettings
@@ -53,9 +55,9 @@ def loss_of_step(step: int) -> TokenLoss:
     return GRPOTokenLoss(clip_low=0.2, clip_high=0.3) if step % 2 else CrossEntropyTokenLoss()
 
 
-def train(trainer: RoutePackTrainer, plans: str) -> dict[str, Any]:
+def train(trainer: RoutePackTrainer, plans: str, num_steps: int = NUM_STEPS) -> dict[str, Any]:
     losses, moved = [], 0
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         batch = windows.window(step)
         figures = trainer.update(batch, PLANS[plans](trainer, batch, step), loss_of_step(step))
         losses.append(figures["loss"])
@@ -85,8 +87,45 @@ PLANS: dict[str, Callable[[RoutePackTrainer, RolloutBatch, int], Plan]] = {
 
 
 @check
-def trains(ep: int, plans: str, **changes: Any) -> dict[str, Any]:
-    return train(build_trainer(ep, **changes), plans)
+def trains(ep: int, plans: str, num_steps: int = NUM_STEPS, **changes: Any) -> dict[str, Any]:
+    return train(build_trainer(ep, **changes), plans, num_steps)
+
+
+@check
+def trains_stock_experts_in_float32(ep: int, plans: str) -> dict[str, Any]:
+    """TorchTitan's own experts, without their rounding to bfloat16, which would hide smaller differences."""
+    with pytest.MonkeyPatch.context() as exact:
+        exact.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)
+        return train(build_trainer(ep, tiny={"experts": ""}), plans)
+
+
+class InterpretedExperts(TritonExperts):
+    """The Triton path on a CPU, as Triton's interpreter runs it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TritonExperts.Config):
+        """As its base's."""
+
+        implementation: Literal["auto", "triton", "eager"] = "triton"
+
+
+class ScorelessExperts(TritonExperts):
+    """Forgets the scores where all experts are on one rank."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TritonExperts.Config):
+        """As its base's."""
+
+    def forward_tokens(self, x_TD, topk_scores_TK, topk_expert_ids_TK):
+        return super().forward_tokens(x_TD, torch.ones_like(topk_scores_TK), topk_expert_ids_TK)
+
+
+@check
+def keeps(ep: int, experts: str) -> dict[str, Any]:
+    """The names, shapes and placements of the experts' parameters."""
+    trainer = build_trainer(ep, tiny={"experts": experts})
+    layer = overrides.placed_layers(trainer.model)[0]
+    return {name: (tuple(p.shape), str(p.placements)) for name, p in layer.inner_experts.named_parameters()}
 
 
 @check
