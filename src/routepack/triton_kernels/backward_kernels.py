@@ -17,7 +17,7 @@ def swiglu_backward(
     WIDTH: tl.constexpr, ACT: tl.constexpr, DH: tl.constexpr,
 ):  # fmt: skip
     """From dA' [BM, WIDTH] (fp32): stores s A and the gradients of gate and up, gives the part of ds (fp32 [BM])."""
-    columns = (n + tl.arange(0, WIDTH)).to(tl.int64)
+    columns = n + tl.arange(0, WIDTH)
     ok = row_ok[:, None] & (columns < F)[None, :]
     h_pointers = h + rows[:, None] * stride_h_row + columns[None, :]
     gate = tl.load(h_pointers, mask=ok, other=0.0).to(tl.float32)

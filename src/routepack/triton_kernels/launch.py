@@ -31,6 +31,11 @@ def new_rows(num_rows: int, width: int, like: Tensor, parts: int = 1) -> Tensor:
     return torch.empty((parts, num_rows, width), dtype=like.dtype, device=like.device)
 
 
+def new_output(shape: torch.Size, like: Tensor) -> Tensor:
+    """Of *shape* and dense, not initialised. That tensors are made in few places lets a test put them far apart in memory."""
+    return like.new_empty(shape)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """The kernels' view of a :class:`Routing`: configurations and tile maps, each built once per tile height."""
@@ -181,13 +186,13 @@ def to_slots(write: Any, shape: torch.Size, like: Tensor, scores: Tensor | None,
     if routing.inverse_N is not None:
         y = new_rows(schedule.num_rows, shape[1], like)[0]
         write(y, False)
-        out = like.new_empty(shape)
+        out = new_output(shape, like)
         combine(y, scores, routing, out)
     elif routing.order_R is not None:
-        out = like.new_zeros(shape)
+        out = new_output(shape, like).zero_()
         write(out, True)
     else:
-        out = like.new_empty(shape)
+        out = new_output(shape, like)
         write(out, False)
         zero_tail(out, routing)
     return out

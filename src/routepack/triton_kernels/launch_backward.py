@@ -44,6 +44,11 @@ class Needs:
         return self.x or self.w1 or self.w3
 
 
+def new_parts(num_parts: int, num_slots: int, like: Tensor) -> Tensor:
+    """fp32 [parts, N] of the scores' gradient: zeros, as no tile writes the slots without an expert."""
+    return torch.zeros((num_parts, num_slots), dtype=torch.float32, device=like.device)
+
+
 def down_backward(
     dout: Tensor, w2: Tensor, h: Tensor, scores: Tensor | None, schedule: Schedule, needs: Needs
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -53,8 +58,7 @@ def down_backward(
     dh = new_rows(schedule.num_rows if needs.h else 0, hidden_dim, dout, parts=2)
     scaled_act = new_rows(schedule.num_rows if needs.w2 else 0, hidden_dim, dout)[0]
     num_slots = scores.numel() if scores is not None and needs.scores else 0
-    # Zeros, as no tile writes slots without an expert.
-    parts = torch.zeros((num_blocks(hidden_dim, config.BN), num_slots), dtype=torch.float32, device=dout.device)
+    parts = new_parts(num_blocks(hidden_dim, config.BN), num_slots, dout)
     tma_w = schedule.has_tma(w2)
     _DOWN_BACKWARD[schedule.grid(config.BM, hidden_dim, config.BN)](
         dout, described(w2, [1, config.BK, config.BN], tma_w), h, routing.order_R, scores,

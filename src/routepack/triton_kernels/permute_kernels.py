@@ -34,7 +34,7 @@ def combine(
 ):  # fmt: skip
     """out[t] = sum over k, in this order and in fp32, of score[t, k] y[inverse[t, k]]; slots without an expert add nothing."""
     token = tl.program_id(0).to(tl.int64)
-    columns = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.load(offsets + E)
     acc = tl.zeros([BLOCK_D], tl.float32)
     for k in tl.static_range(TOP_K):
@@ -50,7 +50,7 @@ def combine(
 def zero_tail(out, offsets, R, D, stride_out_row, E: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """out[r] = 0 for the rows that belong to no expert: r >= offsets[E]."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    columns = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     ok = ((rows >= tl.load(offsets + E)) & (rows < R))[:, None] & (columns < D)[None, :]
     pointers = out + rows[:, None] * stride_out_row + columns[None, :]
     tl.store(pointers, tl.zeros([ROWS, BLOCK_D], out.dtype.element_ty), mask=ok)

@@ -88,8 +88,8 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of *expected*; infinite where *actual* has a number that is not finite."""
     if actual.shape != expected.shape or not torch.isfinite(actual).all():
         return float("inf")
-    difference, size = (actual.double() - expected.double()).norm(), expected.double().norm()
-    return float(difference / size) if size > 0 else float(difference)
+    difference, size = float((actual.double() - expected).detach().norm()), float(expected.detach().double().norm())
+    return difference / size if size > 0 else difference
 
 
 def relative_errors(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
