@@ -46,7 +46,6 @@ EDGE_SHAPES = (
     Shape("one_token", 1, 256, 128, 2, 8),
     Shape("odd_dims", 300, 200, 136, 3, 7),
     Shape("dims_of_no_vector", 150, 77, 45, 2, 5),
-    Shape("one_expert", 200, 128, 128, 1, 1),
     Shape("all_experts", 130, 128, 256, 8, 8),
     Shape("many_experts", 513, 128, 64, 4, 257),
 )

@@ -30,12 +30,18 @@ class Layer:
         return torch.autograd.grad(self.forward(), self.leaves, dout)
 
 
-def ours(given: Inputs, **options: str) -> Layer:
-    """``routepack.triton_kernels.moe_experts``."""
+def ours(given: Inputs, *, permute_first: bool | None = False, recompute: str = "none") -> Layer:
+    """``routepack.triton_kernels.moe_experts`` by its Triton kernels, gathering x while it is multiplied."""
     from routepack.triton_kernels import moe_experts
 
     x, scores, w1, w3, w2 = given.separate
+    options = {"implementation": "triton", "permute_first": permute_first, "recompute": recompute}
     return Layer(lambda: moe_experts(x, given.ids_TK, scores, w1, w3, w2, **options), given.separate)
+
+
+def ours_permuted(given: Inputs) -> Layer:
+    """The same with x copied into expert order first, so that TMA can load it."""
+    return ours(given, permute_first=True)
 
 
 def ours_recompute(given: Inputs) -> Layer:
@@ -130,6 +136,7 @@ def sonic(given: Inputs) -> Layer:
 
 IMPLEMENTATIONS: dict[str, Callable[[Inputs], Layer]] = {
     "ours": ours,
+    "ours_permuted": ours_permuted,
     "ours_recompute": ours_recompute,
     "grouped_mm": grouped_mm,
     "transformers": transformers_grouped_mm,
@@ -137,4 +144,5 @@ IMPLEMENTATIONS: dict[str, Callable[[Inputs], Layer]] = {
     "liger_autotuned": liger,
     "sonic": sonic,
 }
-"""By the name that results carry; ours that permutes beforehand is added where configs can ask for it."""
+"""By the name that results carry."""
+OURS = ("ours", "ours_permuted", "ours_recompute")
