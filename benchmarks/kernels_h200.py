@@ -41,6 +41,7 @@ AUTOTUNED_SHAPES = ("qwen3_30b_a3b",)
 """Liger's own tuning takes minutes: it is tuned for one shape, and pinned to its default configs for the others."""
 PEER_TOLERANCE = 5e-2
 """Of a peer's error, before its time counts: some round intermediate sums to bfloat16."""
+SECTIONS = ("checks", "timings", "memory", "kernels", "missing")
 
 
 class Results:
@@ -48,7 +49,7 @@ class Results:
 
     def __init__(self, path: Path, deadline: float) -> None:
         self.path, self.deadline = path, deadline
-        self.content: dict[str, Any] = {"checks": [], "timings": [], "memory": [], "kernels": [], "missing": []}
+        self.content: dict[str, Any] = {section: [] for section in SECTIONS}
 
     def add(self, section: str, *rows: dict[str, Any]) -> None:
         self.content[section] += rows
@@ -218,22 +219,14 @@ def start_group(group: str, arguments: argparse.Namespace, seconds: float) -> st
 
 def merge(out: Path, groups: list[str], ended: dict[str, str], *, dry: bool) -> dict[str, Any]:
     """Put what the processes wrote into one JSON and one page."""
-    merged: dict[str, Any] = {
-        "dry": dry,
-        "ended": ended,
-        "checks": [],
-        "timings": [],
-        "memory": [],
-        "kernels": [],
-        "missing": [],
-    }
+    merged: dict[str, Any] = {"dry": dry, "ended": ended, **{section: [] for section in SECTIONS}}
     for group in groups:
         part = out / f"part_{group}.json"
         if part.exists():
             content = json.loads(part.read_text())
             merged.setdefault("machine", content["machine"])
             merged.setdefault("ceilings", content["ceilings"])
-            for section in sections:
+            for section in SECTIONS:
                 merged[section] += content[section]
     (out / "kernels.json").write_text(json.dumps(merged, indent=1))
     (out / "kernels.md").write_text(page(merged))

@@ -87,7 +87,7 @@ TABLE: dict[tuple[str, str, str], KernelConfig] = {
 """(architecture, kernel, row class) to configuration. A missing SMALL entry means the LARGE one; other architectures
 take :func:`nearest`'s."""
 
-_FOUR_BYTES = _config(64, 64, 16, 8, 2, SPLIT=2)
+_FOUR_BYTES = _config(64, 64, 16, 8, 3, SPLIT=2)
 """For fp32, whose products are computed in full without matrix instructions: deeper or wider tiles spill."""
 _INTERPRETER = _config(64, 64, 64, 4, 1, SPLIT=2)
 
