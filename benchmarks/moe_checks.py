@@ -13,7 +13,6 @@ import torch
 from moe_cases import EDGE_SHAPES, SHAPES, Inputs, Shape, inputs, reference, relative_error, routed, shrunk
 from moe_peers import IMPLEMENTATIONS, Layer
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 """Of the norms, against float64."""
@@ -137,22 +136,35 @@ def _bit_equal(name: str, shape: Shape, bench: Bench) -> tuple[bool, str]:
     return different == 0, f"{different} of {bench.num_runs - 1} differ from the first"
 
 
-class RefuseSync(TorchDispatchMode):
-    """Raises where a value leaves the device, as torch.cuda's sync debug mode does; that mode needs a GPU."""
+READS = ("item", "tolist", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+"""What makes the host wait for a tensor's values."""
 
-    SYNCS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.SYNCS:
-            raise RuntimeError(f"{func} synchronises with the host")
-        return func(*args, **(kwargs or {}))
+@contextmanager
+def refused_reads() -> Generator[None, None, None]:
+    """Reading a tensor's values raises RuntimeError, as torch.cuda's sync debug mode makes it; that mode needs a GPU."""
+    originals = {name: getattr(torch.Tensor, name) for name in READS}
+
+    def refuse(name: str) -> Callable[..., None]:
+        def read(*args: Any, **kwargs: Any) -> None:
+            raise RuntimeError(f"Tensor.{name} synchronises with the host")
+
+        return read
+
+    for name in READS:
+        setattr(torch.Tensor, name, refuse(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch.Tensor, name, original)
 
 
 @contextmanager
 def no_sync(bench: Bench) -> Generator[None, None, None]:
     """A host synchronisation inside the block raises RuntimeError."""
     if not bench.on_gpu:
-        with RefuseSync():
+        with refused_reads():
             yield
         return
     torch.cuda.synchronize()

@@ -33,7 +33,14 @@ def test_every_architecture_has_every_kernel():
 
 @pytest.mark.parametrize(
     ("arch", "expected"),
-    [("sm_86", "sm_80"), ("sm_89", "sm_80"), ("sm_103", "sm_100"), ("sm_120", "sm_80"), ("gfx950", "gfx942"), ("sm_90", "sm_90")],
+    [
+        ("sm_86", "sm_80"),
+        ("sm_89", "sm_80"),
+        ("sm_103", "sm_100"),
+        ("sm_120", "sm_80"),
+        ("gfx950", "gfx942"),
+        ("sm_90", "sm_90"),
+    ],
 )
 def test_an_architecture_without_entries_takes_its_nearest(arch, expected):
     assert configs.nearest(arch) == expected
