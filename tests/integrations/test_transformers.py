@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'routepack[transformers]'")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install 'routepack[transformers]'"
+)
 
 from routepack.errors import ConfigError  # noqa: E402
 from routepack.integrations import transformers as integration  # noqa: E402

@@ -28,6 +28,7 @@ from routepack.integrations.torchtitan.model import TinyQwen3MoE, build_local_mo
 from routepack.integrations.torchtitan.settings import TrainerSettings
 from routepack.integrations.torchtitan.trainer import RoutePackTrainer
 from routepack.planner import Planner
+from routepack.testing import synthetic_batch
 from routepack.types import Plan, RolloutBatch, Topology
 
 NUM_STEPS = 10
@@ -97,6 +98,32 @@ def trains_stock_experts_in_float32(ep: int, plans: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as exact:
         exact.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)
         return train(build_trainer(ep, tiny={"experts": ""}), plans)
+
+
+@check
+def trains_debug_model(ep: int, experts: str, name: str, flavor: str, num_steps: int = 3) -> list[float]:
+    """Losses of a model of TorchTitan's own registry, under a plan that moves its experts."""
+    settings = TrainerSettings(expert_parallel_degree=ep, seed=7, dump_folder=tempfile.gettempdir())
+    trainer = RoutePackTrainer.from_settings(
+        model=model.RegisteredModel(name=name, flavor=flavor, experts=experts), settings=settings
+    )
+    num_layers, num_experts = trainer.placement.physical_to_logical_LP.shape
+    losses = []
+    for step in range(num_steps):
+        batch = synthetic_batch(
+            num_sequences=6, num_layers=num_layers, num_experts=num_experts, top_k=overrides.replay_routers(trainer.model)[0].top_k,
+            max_length=24, vocab_size=256, seed=step,
+        )  # fmt: skip
+        losses.append(trainer.update(batch, planned(trainer, batch, step), CrossEntropyTokenLoss())["loss"])
+    return losses
+
+
+@check
+def trains_stock_debug_model_in_float32(**model: Any) -> list[float]:
+    """The same with TorchTitan's own experts, without their rounding to bfloat16."""
+    with pytest.MonkeyPatch.context() as exact:
+        exact.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)
+        return trains_debug_model(experts="", **model)
 
 
 class InterpretedExperts(TritonExperts):

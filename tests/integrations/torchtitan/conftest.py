@@ -168,3 +168,27 @@ def slow_quad(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("log_probabilities", "gives_log_probabilities", {"ep": 2}),
     ]
     return launch(checks, 4, tmp_path_factory.mktemp("slow_quad"), timeout=280)
+
+
+DEBUG_MODEL = {"name": "deepseek_v3", "flavor": "debugmodel"}
+
+
+@pytest.fixture(scope="session")
+def debug_alone(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """TorchTitan's debug model on one rank."""
+    checks = [
+        ("stock", "trains_stock_debug_model_in_float32", {"ep": 1, **DEBUG_MODEL}),
+        ("Triton", "trains_debug_model", {"ep": 1, "experts": TRITON, **DEBUG_MODEL}),
+    ]
+    return launch(checks, 1, tmp_path_factory.mktemp("debug_alone"))
+
+
+@pytest.fixture(scope="session")
+def debug_pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """TorchTitan's debug model over an EP group of two."""
+    checks = [
+        ("stock", "trains_stock_debug_model_in_float32", {"ep": 2, **DEBUG_MODEL}),
+        ("Triton", "trains_debug_model", {"ep": 2, "experts": TRITON, **DEBUG_MODEL}),
+        ("interpreted", "trains_debug_model", {"ep": 2, "experts": "checks.InterpretedExperts", "num_steps": 1, **DEBUG_MODEL}),
+    ]
+    return launch(checks, 2, tmp_path_factory.mktemp("debug_pair"))

@@ -38,7 +38,9 @@ def test_recomputation_changes_no_bit(alone):
 def test_the_triton_path_gives_the_same_under_the_interpreter(request, ranks, run):
     results = request.getfixturevalue(ranks)
     interpreted = losses(results, f"trains InterpretedExperts {run}")
-    np.testing.assert_allclose(interpreted, losses(results, f"trains TritonExperts {run}")[: len(interpreted)], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        interpreted, losses(results, f"trains TritonExperts {run}")[: len(interpreted)], rtol=0, atol=1e-6
+    )
 
 
 def test_an_error_in_the_scores_would_show_in_the_losses(alone):
@@ -65,3 +67,18 @@ def test_the_override_of_torchtitans_own_trainer_builds_the_same_experts():
         one(tokens, positions=positions, attention_masks=one.get_attention_masks(positions)) for one in (model, reference)
     )
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["debug_alone", "debug_pair"])
+def test_torchtitans_debug_model_trains_with_the_stock_losses(request, ranks):
+    results = request.getfixturevalue(ranks)[0]
+    np.testing.assert_allclose(results["Triton"], results["stock"], rtol=0, atol=ROUNDING)
+
+
+@pytest.mark.slow
+def test_torchtitans_debug_model_gives_the_same_over_an_ep_group_and_under_the_interpreter(debug_alone, debug_pair):
+    one = debug_alone[0]["Triton"]
+    np.testing.assert_allclose(debug_pair[0]["Triton"], one, rtol=0, atol=2 * ROUNDING)
+    np.testing.assert_allclose(debug_pair[0]["interpreted"], one[:1], rtol=0, atol=ROUNDING)
+    assert len(set(one)) == len(one)
