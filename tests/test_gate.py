@@ -1,4 +1,4 @@
-"""The compile gate: its rules one by one, a part of it for real, and that it fails where it must. `make gate` runs all of it."""
+"""The compile gate: its rules one by one, a part of it for real, and that it fails where it must. `make gate` runs it all."""
 
 import importlib.util
 import json

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -108,12 +108,14 @@ def trains_debug_model(ep: int, experts: str, name: str, flavor: str, num_steps:
         model=model.RegisteredModel(name=name, flavor=flavor, experts=experts), settings=settings
     )
     num_layers, num_experts = trainer.placement.physical_to_logical_LP.shape
-    losses = []
+    top_k, losses = overrides.replay_routers(trainer.model)[0].top_k, []
     for step in range(num_steps):
         batch = synthetic_batch(
-            num_sequences=6, num_layers=num_layers, num_experts=num_experts, top_k=overrides.replay_routers(trainer.model)[0].top_k,
+            num_sequences=6, num_layers=num_layers, num_experts=num_experts, top_k=top_k,
             max_length=24, vocab_size=256, seed=step,
         )  # fmt: skip
+        # The model's first layer is dense.
+        batch = replace(batch, layer_ids_L=np.array(trainer.moe_layer_ids))
         losses.append(trainer.update(batch, planned(trainer, batch, step), CrossEntropyTokenLoss())["loss"])
     return losses
 
