@@ -86,14 +86,14 @@ def moved(code: dict[str, Any], golden: dict[str, int] | None) -> list[str]:
     ]
 
 
-def examine(archs: Iterable[str], kernels: Collection[str]) -> list[dict[str, Any]]:
+def examine(archs: Iterable[str], kernels: Collection[str], variants: Collection[str] | None = None) -> list[dict[str, Any]]:
     """One record for every distinct compilation, on the Triton of this process."""
     import launches
     from machine_code import machine_code
 
     records = []
     for arch in archs:
-        for case, launch in launches.compiled_for(arch, kernels).items():
+        for case, launch in launches.compiled_for(arch, kernels, variants=variants).items():
             code = machine_code(launch.compiled, warnings=arch == "sm_90" and launch.kernel in MATRIX_KERNELS)
             found = violations(arch, launch.kernel, launch.constants, code, full_precision=case.endswith("float32"))
             records.append({"case": f"{arch} {case}", "config": launch.config, **vars(code), "violations": found})
@@ -108,6 +108,7 @@ def run_version(version: str, arguments: argparse.Namespace) -> tuple[str, list[
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])
     command = [sys.executable, __file__, "--child", "--archs", *arguments.archs, "--kernels", *arguments.kernels]
+    command += ["--variants", *arguments.variants] if arguments.variants else []
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"gate: Triton {version} failed\n{done.stderr}")
@@ -181,6 +182,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     every = (*MATRIX_KERNELS, "tile_map", "combine", "zero_tail")
     parser.add_argument("--archs", nargs="+", default=list(SHARED_LIMIT), choices=list(SHARED_LIMIT))
     parser.add_argument("--kernels", nargs="+", default=list(every), choices=every)
+    parser.add_argument("--variants", nargs="+", help="some operand paths, by their names in launches.py")
     parser.add_argument("--triton", nargs="+", default=list(VERSIONS), help="versions; 'installed': this process's")
     parser.add_argument("--update", action="store_true", help="write the golden figures instead of comparing with them")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -192,9 +194,14 @@ def main() -> None:
     if arguments.child:
         import triton
 
-        print(json.dumps({"triton": triton.__version__, "records": examine(arguments.archs, arguments.kernels)}))
+        print(
+            json.dumps(
+                {"triton": triton.__version__, "records": examine(arguments.archs, arguments.kernels, arguments.variants)}
+            )
+        )
         return
-    whole = {*arguments.archs} == {*SHARED_LIMIT} and {*MATRIX_KERNELS} <= {*arguments.kernels} and len(arguments.kernels) > 5
+    every = parsed([])
+    whole = (arguments.archs, arguments.kernels, arguments.variants) == (every.archs, every.kernels, every.variants)
     failures = 0
     for wanted in arguments.triton:
         version, records = run_version(wanted, arguments)

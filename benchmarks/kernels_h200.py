@@ -16,6 +16,7 @@ import datetime
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -162,7 +163,10 @@ def _stop_at(deadline: float) -> None:
 
 def described_machine(torch: Any) -> dict[str, Any]:
     """Date, commit, device and versions."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False)
+    commit = "unknown"
+    if shutil.which("git"):
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False)
+        commit = head.stdout.strip() or commit
     versions = {}
     for name in ("torch", "triton", "transformers", "liger-kernel", "sonic-moe"):
         try:
@@ -171,7 +175,7 @@ def described_machine(torch: Any) -> dict[str, Any]:
             versions[name] = None
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {platform.machine()}",
         "python": platform.python_version(),
         **versions,

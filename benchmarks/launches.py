@@ -30,15 +30,19 @@ class Case(Launch):
 
 
 def compiled_for(
-    arch: str, kernels: Collection[str] | None = None, classes: Sequence[str] = (configs.LARGE, configs.SMALL)
+    arch: str,
+    kernels: Collection[str] | None = None,
+    *,
+    classes: Sequence[str] = (configs.LARGE, configs.SMALL),
+    variants: Collection[str] | None = None,
 ) -> dict[str, Case]:
     """By name, each of *kernels* with each config and operand path that *arch* ships; equal compilations once."""
     cases: dict[str, Case] = {}
     seen: set[str] = set()
     for rows_class in classes:
-        for variant, run in VARIANTS.items():
+        for variant in VARIANTS if variants is None else variants:
             with _architecture(arch), compiling_for(arch, kernels) as launches:
-                run(TOKENS[rows_class])
+                VARIANTS[variant](TOKENS[rows_class])
             for made in launches:
                 if made.compiled.hash in seen:
                     continue

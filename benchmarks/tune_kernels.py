@@ -4,9 +4,9 @@
     ROUTEPACK_KERNEL_CONFIGS=mine.json python train.py                  # uses them
     python benchmarks/tune_kernels.py --out mine.json --dry --arch sm_90   # on a CPU: which candidates compile well, no times
 
-A candidate is timed only if it passes the gate's rules (see gate.py), compiled for this architecture without launching it; so
-what is written can be shipped. Candidates are ranked by the sum of the kernel's median times over the shapes. The shipped config
-is always among them, and is replaced only by one that is faster by more than --margin.
+A candidate is timed only if it passes the gate's rules (see gate.py), compiled for this architecture without a launch; so what
+is written can be shipped. Candidates are ranked by the sum of the kernel's median times over the shapes. The shipped config
+is among them, and is replaced only by one that is faster by more than --margin.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -77,11 +76,10 @@ def examine(arch: str, kernel: str, rows_class: str, options: list[dict[str, int
     for config in (KernelConfig(**option) for option in options):
         try:
             with using(kernel, config):
-                cases = compiled_for(arch, {FUNCTION[kernel]}, (rows_class,))
+                cases = compiled_for(arch, {FUNCTION[kernel]}, classes=(rows_class,), variants=_variants(kernel))
             found = [
                 violation
-                for case, made in cases.items()
-                if not case.endswith("float32") and _is_of(kernel, made.constants)
+                for made in cases.values()
                 for violation in violations(arch, made.kernel, made.constants, machine_code(made.compiled))
             ]
         # A tile that the compiler cannot lower is a candidate less; it says so in many ways.
@@ -91,8 +89,8 @@ def examine(arch: str, kernel: str, rows_class: str, options: list[dict[str, int
     return answers
 
 
-def _is_of(kernel: str, constants: dict[str, Any]) -> bool:
-    return bool(constants.get("ACCUMULATE")) == (kernel == configs.WEIGHT_GRADIENT_SUM)
+def _variants(kernel: str) -> tuple[str, ...]:
+    return ("recomputing",) if kernel == configs.WEIGHT_GRADIENT_SUM else ("tokens", "permuted", "rows")
 
 
 def rejected(arch: str, kernel: str, rows_class: str, tried: list[KernelConfig]) -> list[list[str]]:
