@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+# An extra: type checking does not need it.
+from transformers.activations import ACT2FN  # pyrefly: ignore[missing-import]
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # pyrefly: ignore[missing-import]
 
 from routepack.errors import ConfigError
 from routepack.triton_kernels import moe_experts
