@@ -64,9 +64,7 @@ def test_rows_beyond_the_counts_are_zeros_whatever_they_hold(dtype, scored):
         problem.x[28:] = float("nan")
     row_scores = torch.rand(40).requires_grad_() if scored else None
     leaves = [tensor for tensor in (problem.x, row_scores, problem.w1, problem.w3, problem.w2) if tensor is not None]
-    out = grouped_experts(
-        problem.x, counts, problem.w1, problem.w3, problem.w2, row_scores=row_scores, implementation="triton"
-    )
+    out = grouped_experts(problem.x, counts, problem.w1, problem.w3, problem.w2, row_scores=row_scores, implementation="triton")
     actual = [out, *torch.autograd.grad(out, leaves, problem.dout)]
     doubles = [leaf.detach().nan_to_num(0.0).double().requires_grad_() for leaf in leaves]
     wanted = reference.grouped_experts(doubles[0], counts, *doubles[-3:])
@@ -117,9 +115,7 @@ def test_gradients_added_to_accumulators(sorted_rows):
         out.backward(problem.dout)
         again = grouped_experts(problem.x, counts, *weights, implementation="triton")
     else:
-        out = moe_experts(
-            problem.x, problem.ids, problem.scores, *weights, implementation="triton", grad_accumulators=sums
-        )
+        out = moe_experts(problem.x, problem.ids, problem.scores, *weights, implementation="triton", grad_accumulators=sums)
         out.backward(problem.dout)
         again = moe_experts(problem.x, problem.ids, problem.scores, *weights, implementation="triton")
     assert all(weight.grad is None for weight in weights)
