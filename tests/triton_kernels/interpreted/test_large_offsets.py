@@ -132,11 +132,8 @@ def casts():
     for name in KERNEL_FILES:
         source = (Path(package.__file__).parent / f"{name}.py").read_text()
         for number, cast in enumerate(CAST.finditer(source)):
-            line = source[: cast.end()].count("
-")
+            line = source[: cast.end()].count("\n")
             yield pytest.param((name, cast.span()), id=f"{name}-{number}: {source.splitlines()[line].strip()[:60]}")
-
-
 
 
 def load_without_cast(name, span, folder):
