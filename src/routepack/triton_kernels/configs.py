@@ -1,15 +1,23 @@
 """Tile sizes per architecture: a table and closed-form choices, never tuned at run time.
 
 The table's sm_90, sm_100, sm_80 and gfx942 entries compile without spills, within shared memory and onto the tensor
-cores (``make gate``); none of them was timed on a GPU yet.
+cores (``make gate``); none of them was timed on a GPU yet. ``benchmarks/tune_kernels.py`` times others on a GPU and writes a
+file; the environment variable ROUTEPACK_KERNEL_CONFIGS names a file whose entries replace the table's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from functools import cache
+from pathlib import Path
 
 import torch
+
+CONFIG_FILE = "ROUTEPACK_KERNEL_CONFIGS"
+"""The environment variable that names a file of configurations, as :func:`write_configs` writes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +41,9 @@ DOWN = "down_forward"
 DOWN_BACKWARD = "down_backward"
 INPUT_GRADIENT = "input_gradient"
 WEIGHT_GRADIENT = "weight_gradient"
-KERNELS = (GATE_UP, DOWN, DOWN_BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+WEIGHT_GRADIENT_SUM = "weight_gradient_sum"
+"""The weight gradient that is added to an fp32 tensor: reading the sum takes registers that the product then lacks."""
+KERNELS = (GATE_UP, DOWN, DOWN_BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, WEIGHT_GRADIENT_SUM)
 
 SMALL, LARGE = "small", "large"
 """Row classes: fewer than 256 rows per expert on average, or more."""
@@ -54,26 +64,31 @@ TABLE: dict[tuple[str, str, str], KernelConfig] = {
     ("sm_90", INPUT_GRADIENT, SMALL): _config(64, 128, 64, 4, 4),
     ("sm_90", WEIGHT_GRADIENT, LARGE): _config(128, 256, 64, 8, 4),
     ("sm_90", WEIGHT_GRADIENT, SMALL): _config(128, 256, 64, 8, 4),
+    ("sm_90", WEIGHT_GRADIENT_SUM, LARGE): _config(128, 128, 64, 8, 4),
     ("sm_100", GATE_UP, LARGE): _config(128, 128, 64, 8, 4),
     ("sm_100", DOWN, LARGE): _config(128, 256, 64, 8, 3),
     ("sm_100", DOWN_BACKWARD, LARGE): _config(128, 128, 64, 8, 4, SPLIT=4),
     ("sm_100", INPUT_GRADIENT, LARGE): _config(128, 256, 64, 8, 3),
     ("sm_100", WEIGHT_GRADIENT, LARGE): _config(128, 256, 64, 8, 3),
+    ("sm_100", WEIGHT_GRADIENT_SUM, LARGE): _config(128, 128, 64, 8, 3),
     ("sm_80", GATE_UP, LARGE): _config(64, 128, 32, 8, 3),
     ("sm_80", DOWN, LARGE): _config(128, 128, 32, 8, 3),
     ("sm_80", DOWN_BACKWARD, LARGE): _config(128, 128, 32, 8, 3, SPLIT=4),
     ("sm_80", INPUT_GRADIENT, LARGE): _config(128, 128, 32, 8, 3),
     ("sm_80", WEIGHT_GRADIENT, LARGE): _config(128, 128, 32, 8, 3),
+    ("sm_80", WEIGHT_GRADIENT_SUM, LARGE): _config(128, 128, 32, 8, 3),
     ("gfx942", GATE_UP, LARGE): _config(128, 64, 32, 8, 2),
     ("gfx942", DOWN, LARGE): _config(128, 128, 64, 8, 2),
     ("gfx942", DOWN_BACKWARD, LARGE): _config(128, 128, 64, 8, 2, SPLIT=4),
     ("gfx942", INPUT_GRADIENT, LARGE): _config(128, 128, 64, 8, 2),
     ("gfx942", WEIGHT_GRADIENT, LARGE): _config(128, 128, 64, 8, 2),
+    ("gfx942", WEIGHT_GRADIENT_SUM, LARGE): _config(128, 128, 64, 8, 2),
 }
 """(architecture, kernel, row class) to configuration. A missing SMALL entry means the LARGE one; other architectures
 take :func:`nearest`'s."""
 
-_FOUR_BYTES = _config(64, 64, 32, 4, 2)
+_FOUR_BYTES = _config(64, 64, 16, 8, 3, SPLIT=2)
+"""For fp32, whose products are computed in full without matrix instructions: deeper or wider tiles spill."""
 _INTERPRETER = _config(64, 64, 64, 4, 1, SPLIT=2)
 
 
@@ -90,7 +105,7 @@ def architecture(device: torch.device) -> str:
 
 def nearest(arch: str) -> str:
     """The architecture of the table whose entries *arch* uses: its own, else the newest before it of the same maker."""
-    known = {name for name, _, _ in TABLE}
+    known = {name for name, _, _ in shipped_or_given()}
     if arch in known:
         return arch
     if arch.startswith("gfx"):
@@ -114,9 +129,67 @@ def config_for(kernel: str, arch: str, rows_per_expert: float, itemsize: int = 2
     if arch == "interpreter":
         return _INTERPRETER
     if itemsize == 4:
-        return replace(_FOUR_BYTES, SPLIT=2)
-    name = nearest(arch)
-    return TABLE.get((name, kernel, row_class(rows_per_expert))) or TABLE[name, kernel, LARGE]
+        return _FOUR_BYTES
+    table, name = shipped_or_given(), nearest(arch)
+    return table.get((name, kernel, row_class(rows_per_expert))) or table[name, kernel, LARGE]
+
+
+Table = Mapping[tuple[str, str, str], KernelConfig]
+
+
+@cache
+def shipped_or_given() -> Table:
+    """:data:`TABLE`, with the entries of the file that ROUTEPACK_KERNEL_CONFIGS names in place of its own; read once."""
+    path = os.environ.get(CONFIG_FILE)
+    return {**TABLE, **read_configs(path)} if path else TABLE
+
+
+def read_configs(path: str | Path) -> Table:
+    """The entries of a file of configurations. Raises ValueError, with the entry, where it cannot be used."""
+    try:
+        read = json.loads(Path(path).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{CONFIG_FILE}={path} cannot be read: {error}.") from error
+    entries = {}
+    for arch, kernels in read.items():
+        for kernel, classes in kernels.items():
+            for rows, options in classes.items():
+                entries[arch, kernel, rows] = _checked(f"{path}: {arch} {kernel} {rows}", kernel, rows, options)
+    _check_whole(path, entries)
+    return entries
+
+
+def write_configs(path: str | Path, table: Table) -> None:
+    """Write *table* as JSON: architecture, kernel, row class, and the fields of :class:`KernelConfig`."""
+    nested: dict[str, dict[str, dict[str, dict[str, int]]]] = {}
+    for (arch, kernel, rows), config in table.items():
+        nested.setdefault(arch, {}).setdefault(kernel, {})[rows] = asdict(config)
+    Path(path).write_text(json.dumps(nested, indent=1) + "\n")
+
+
+def _checked(where: str, kernel: str, rows: str, options: dict[str, int]) -> KernelConfig:
+    if kernel not in KERNELS:
+        raise ValueError(f"{where}: there is no such kernel: choose one of {', '.join(KERNELS)}.")
+    if rows not in (SMALL, LARGE):
+        raise ValueError(f"{where}: there is no such row class: choose {SMALL} or {LARGE}.")
+    known = {field.name for field in fields(KernelConfig)}
+    needed = known - {"SPLIT", "GROUP_M"}
+    if not needed <= options.keys() <= known:
+        raise ValueError(f"{where} has {sorted(options)}; give {', '.join(sorted(needed))}, and SPLIT and GROUP_M if need be.")
+    for name, value in options.items():
+        if not isinstance(value, int) or value < 1 or (name not in ("num_stages", "GROUP_M") and value & (value - 1)):
+            raise ValueError(f"{where}: {name}={value!r}; give a whole number of at least 1, tiles and warps as powers of two.")
+    if options.get("SPLIT", 1) > 4:
+        raise ValueError(f"{where}: SPLIT={options['SPLIT']}; the epilogue is cut into 1, 2 or 4 pieces.")
+    return KernelConfig(**options)
+
+
+def _check_whole(path: str | Path, entries: Table) -> None:
+    """An architecture that the shipped table lacks needs an entry for every kernel."""
+    shipped = {arch for arch, _, _ in TABLE}
+    for arch in sorted({arch for arch, _, _ in entries} - shipped):
+        if missing := [kernel for kernel in KERNELS if (arch, kernel, LARGE) not in entries]:
+            raise ValueError(f"{path}: {arch} is new to the table and lacks {LARGE} entries for {', '.join(missing)}.")
 
 
 def should_permute_first(arch: str, hidden_dim: int) -> bool:

@@ -98,7 +98,8 @@ def weight_gradient(
     a: Tensor, b: Tensor, dw: Tensor, schedule: Schedule, *, gather_a: bool, gather_b: bool, accumulate: bool
 ) -> None:
     """dw[e] = a^T b over the rows of expert e, zeros where it has none; added to dw under *accumulate*."""
-    routing, config = schedule.routing, schedule.config(table.WEIGHT_GRADIENT)
+    routing = schedule.routing
+    config = schedule.config(table.WEIGHT_GRADIENT_SUM if accumulate else table.WEIGHT_GRADIENT)
     num_experts, rows, columns = dw.shape
     busiest_first_E = torch.argsort(routing.offsets_E1.diff(), descending=True, stable=True).to(torch.int32)
     grid = (num_experts * num_blocks(rows, config.BM) * num_blocks(columns, config.BN),)
