@@ -27,6 +27,7 @@ def runs(request):
         yield {file: pool.submit(run, file, marks) for file in FILES}
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("file", FILES)
 def test_the_kernels_are_right_in_the_interpreter(runs, file):
     done = runs[file].result()

@@ -38,7 +38,7 @@ def swiglu_backward(
     return dscore
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_parts_n"])
 def down_backward(
     dout, w2, h, order, scores, offsets, tile_expert, tile_row, num_tiles, dh, scaled_act, dscore_parts,
     D, F,
@@ -114,7 +114,7 @@ def down_backward(
         tl.store(dscore_parts + column.to(tl.int64) * stride_parts_n + slots, dscore, mask=row_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def input_gradient(
     dh, w1, w3, order, offsets, tile_expert, tile_row, num_tiles, dx,
     D, F, R,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -60,13 +61,19 @@ def experts(
         return eager.forward(x, flat, w1, w3, w2, plan, save_h=save_h)
     from routepack.triton_kernels import launch
 
-    return launch.forward(x, flat, w1, w3, w2, plan, save_h=save_h, permute_first=permute_first, tma=tma)
+    with _current(x):
+        return launch.forward(x, flat, w1, w3, w2, plan, save_h=save_h, permute_first=permute_first, tma=tma)
 
 
 @experts.register_fake
 def _(x, scores, w1, w3, w2, offsets, order, inverse, top_k, save_h, *options):
     num_rows = x.shape[0] if order is None else order.shape[0]
     return x.new_empty(x.shape), x.new_empty((2, num_rows if save_h else 0, w1.shape[1]))
+
+
+def _current(x: Tensor) -> AbstractContextManager[None]:
+    """Triton launches on the current device, which need not be that of x."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def _announce(implementation: str, x: Tensor) -> None:
@@ -180,7 +187,10 @@ def _backward(
     from routepack.triton_kernels import launch_backward
 
     wanted = launch_backward.Needs(x=needs[0], scores=needs[1], w1=needs[2], w3=needs[3], w2=needs[4])
-    return launch_backward.backward(dout, x, flat, w1, w3, w2, h, plan, wanted, sums=sums, permute_first=permute_first, tma=tma)
+    with _current(dout):
+        return launch_backward.backward(
+            dout, x, flat, w1, w3, w2, h, plan, wanted, sums=sums, permute_first=permute_first, tma=tma
+        )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

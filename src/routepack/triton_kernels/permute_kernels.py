@@ -46,7 +46,7 @@ def combine(
     tl.store(out + token * stride_out_row + columns, acc.to(out.dtype.element_ty), mask=columns < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def zero_tail(out, offsets, R, D, stride_out_row, E: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """out[r] = 0 for the rows that belong to no expert: r >= offsets[E]."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)

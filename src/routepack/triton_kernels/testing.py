@@ -37,7 +37,9 @@ class Problem:
 
     def requiring_grad(self) -> Problem:
         """The same numbers in leaves that collect gradients."""
-        return replace(self, **{name: getattr(self, name).detach().requires_grad_() for name in ("x", "scores", "w1", "w3", "w2")})
+        return replace(
+            self, **{name: getattr(self, name).detach().requires_grad_() for name in ("x", "scores", "w1", "w3", "w2")}
+        )
 
     def reference(self) -> list[Tensor]:
         """In float64: the output, then the gradients of :attr:`inputs`."""

@@ -2,7 +2,8 @@
 
 R rows sorted by expert, in tiles of BM rows of one expert each; a *slot* is the entry of ``topk_ids`` (or of the
 caller's rows) that a sorted row stands for, -1 where it stands for none. Every index that is multiplied by a stride
-is int64 first: 2^31 elements are passed by 524,288 rows of 4096.
+is int64 first: 2^31 elements are passed by 524,288 rows of 4096. Sizes that change with the number of tokens are not
+specialised on, so that no new number compiles a kernel anew.
 """
 
 import triton

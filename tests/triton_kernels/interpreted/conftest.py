@@ -1,6 +1,7 @@
 """Everything here runs Triton's interpreter, in a process of its own: it must be chosen before the kernels are imported.
 
-``test_interpreted.py`` one folder up starts that process; by hand: ``TRITON_INTERPRET=1 pytest tests/triton_kernels/interpreted``.
+``test_interpreted.py`` one folder up starts that process; by hand:
+``TRITON_INTERPRET=1 pytest tests/triton_kernels/interpreted``.
 """
 
 import os
