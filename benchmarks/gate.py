@@ -177,6 +177,37 @@ def table(records: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def summary(by_version: dict[str, list[dict[str, Any]]]) -> str:
+    """Markdown, versions side by side: the kernels that multiply, for tokens and with x copied first; the published table."""
+    versions = list(by_version)
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for version, records in by_version.items():
+        for record in records:
+            if record["case"].split(" ")[1].strip(",") in MATRIX_KERNELS and record["case"].endswith(
+                (", tokens", ", permuted")
+            ):
+                found.setdefault(record["case"], {})[version] = record
+    beside = " / ".join(versions)
+    rows = [
+        "| architecture | kernel, rows an expert, operands | tile, warps, stages | shared KiB | matrix | LDGSTS | TMA "
+        f"| registers {beside} | instructions {beside} |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case, records in found.items():
+        first = next(iter(records.values()))
+        matrix = " ".join(f"{count} {name}" for name, count in first["matrix"].items() if count)
+        figures = (
+            " / ".join(str(records[version][name]) if version in records else "-" for version in versions)
+            for name in ("registers", "instructions")
+        )
+        cells = (
+            *case.split(" ", 1), first["config"], f"{first['shared'] / KIB:.0f}", matrix, first["async_copies"],
+            first["tma_loads"], *figures,
+        )  # fmt: skip
+        rows.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(rows)
+
+
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = (*MATRIX_KERNELS, "tile_map", "combine", "zero_tail")
@@ -184,6 +215,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kernels", nargs="+", default=list(every), choices=every)
     parser.add_argument("--variants", nargs="+", help="some operand paths, by their names in launches.py")
     parser.add_argument("--triton", nargs="+", default=list(VERSIONS), help="versions; 'installed': this process's")
+    parser.add_argument("--summary", type=Path, help="also write the table of benchmarks/README.md to this file")
     parser.add_argument("--update", action="store_true", help="write the golden figures instead of comparing with them")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -202,10 +234,13 @@ def main() -> None:
         return
     every = parsed([])
     whole = (arguments.archs, arguments.kernels, arguments.variants) == (every.archs, every.kernels, every.variants)
-    failures = 0
+    failures, by_version = 0, {}
     for wanted in arguments.triton:
         version, records = run_version(wanted, arguments)
         failures += judge(version, records, whole=whole, update=arguments.update)
+        by_version[version] = records
+    if arguments.summary:
+        arguments.summary.write_text(summary(by_version) + "\n")
     sys.exit(min(failures, 1))
 
 
