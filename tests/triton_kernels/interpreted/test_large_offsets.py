@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,8 @@ def outcome_without_cast(name, span, folder):
         signal.alarm(120)
         load_without_cast(name, span, folder)
         status = int(any(cases_that_fail()))
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(status)
 
