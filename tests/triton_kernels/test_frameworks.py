@@ -138,6 +138,15 @@ def test_bytes_kept_for_the_backward_pass(recompute, per_token):
     assert integers == 8 * T * K + 4 * (E + 1)
 
 
+def test_inputs_are_kept_as_they_are_not_as_copies():
+    problem = random_problem(T=50, D=64, F=32, K=4, E=8, dtype=torch.bfloat16)
+    wide, w13 = torch.randn(50, 128).bfloat16().requires_grad_(), torch.cat([problem.w1, problem.w3], dim=1).requires_grad_()
+    inputs = (wide, w13, problem.scores, problem.w2)
+    layer = partial(moe_experts, wide[:, ::2], problem.ids, problem.scores, w13[:, :32], w13[:, 32:], problem.w2)
+    h_bytes = 2 * 50 * 4 * 32 * 2
+    assert kept_bytes(layer, inputs)[0] == h_bytes
+
+
 def test_nothing_is_kept_without_training():
     problem = random_problem(T=50, D=64, F=32, K=4, E=8, dtype=torch.bfloat16)
     assert kept_bytes(partial(moe_experts, *arguments(problem)), [])[:2] == (0, 0)

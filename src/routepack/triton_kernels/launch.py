@@ -6,6 +6,7 @@ Letters: T tokens, K top-k, N slots, R sorted rows, E experts, D model dim, F hi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -67,6 +68,11 @@ class Schedule:
             E=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), BM=tile_rows, STEP=64,
         )  # fmt: skip
         return tile_expert, tile_row, num_tiles
+
+    @cached_property
+    def busiest_first_E(self) -> Tensor:
+        """int32 [E]: the experts by falling number of rows."""
+        return torch.argsort(self.routing.offsets_E1.diff(), descending=True, stable=True).to(torch.int32)
 
     def grid(self, tile_rows: int, columns: int, tile_columns: int) -> tuple[int]:
         """One program per tile that there could be; those beyond the real number return at once."""

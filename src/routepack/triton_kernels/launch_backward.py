@@ -101,11 +101,10 @@ def weight_gradient(
     routing = schedule.routing
     config = schedule.config(table.WEIGHT_GRADIENT_SUM if accumulate else table.WEIGHT_GRADIENT)
     num_experts, rows, columns = dw.shape
-    busiest_first_E = torch.argsort(routing.offsets_E1.diff(), descending=True, stable=True).to(torch.int32)
     grid = (num_experts * num_blocks(rows, config.BM) * num_blocks(columns, config.BN),)
     gathers = routing.order_R is not None
     _WEIGHT_GRADIENT[grid](
-        a, b, routing.order_R, routing.offsets_E1, busiest_first_E, dw,
+        a, b, routing.order_R, routing.offsets_E1, schedule.busiest_first_E, dw,
         rows, columns, *a.stride(), *b.stride(), *dw.stride(),
         TOP_K=routing.top_k, GATHER=gathers, GATHER_A=gathers and gather_a, GATHER_B=gathers and gather_b,
         ACCUMULATE=accumulate, MASK_M=rows % config.BM > 0, MASK_N=columns % config.BN > 0, PRECISION=precision(a),

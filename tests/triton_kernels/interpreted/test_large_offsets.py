@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -167,9 +168,11 @@ def outcome_without_cast(name, span, folder):
     status = 1
     try:
         faulthandler.disable()
-        signal.alarm(120)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 100)
         load_without_cast(name, span, folder)
         status = int(any(cases_that_fail()))
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(status)
 
