@@ -1,4 +1,5 @@
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def test_domains_lie_further_apart_than_halves_of_one_domain(inspected):
 def test_prompt_correlation_agrees_with_numpy_s(recorded, inspected):
     ids_TLK, cu_seqlens, _, _ = recorded
     found = []
-    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+    for start, end in pairwise(cu_seqlens):
         cut = start + -(-(end - start) // 2)
         parts = [(start, cut), (cut, end)]
         layers = [[np.bincount(ids_TLK[a:b, layer].ravel(), minlength=64) for a, b in parts] for layer in range(26)]

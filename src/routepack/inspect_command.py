@@ -83,7 +83,7 @@ def _gains(
 
 
 def _figures(trace: Path, found: RoutingInspection, outlook: Outlook, gains: list[TopologyGain]) -> dict[str, Any]:
-    options = {
+    options: dict[str, Any] = {
         "max_tokens": outlook.max_tokens,
         "sync": outlook.sync,
         "seed": outlook.seed,

@@ -48,7 +48,8 @@ def gains_text(gains: Sequence[TopologyGain], outlook: Outlook, why_cap: str) ->
     unit = "seconds" if units == {"seconds"} else "1 = a perfectly even step"
     head = _head(f"What planning would gain: predicted step, sync={outlook.sync} ({unit})")
     notes = [
-        f"Cap {outlook.max_tokens:,} tokens a microbatch{why_cap}. Baseline: experts where they are, sequences packed first-fit.",
+        f"Cap {outlook.max_tokens:,} tokens a microbatch{why_cap}.",
+        "Baseline: experts where they are, sequences packed first-fit.",
         "Gain: how much longer the baseline takes. A quick search; `routepack plan` searches further.",
         *(f"[{number}] {reason}" for number, reason in enumerate(reasons, start=1)),
     ]
@@ -61,7 +62,8 @@ def _window(found: RoutingInspection) -> Group:
         f"{found.num_sequences:,} sequences, {found.num_tokens:,} tokens (longest {found.longest:,}), {found.num_layers} MoE "
         f"layers, top-{found.top_k} of {found.num_experts} experts",
         f"routes recorded for {coverage.share:.1%} of the fed tokens: {coverage.complete_sequences:,} sequences whole, "
-        f"{coverage.partial_sequences:,} in part, {coverage.missing_sequences:,} not at all; {coverage.masked_rows:,} rows masked",
+        f"{coverage.partial_sequences:,} in part, {coverage.missing_sequences:,} not at all; "
+        f"{coverage.masked_rows:,} rows masked",
     ]
     # Text, not markup: a trace's own words must not style the terminal.
     return Group(Text(_printable(found.source) or "(no source named)", style="bold"), *map(Text, lines))
@@ -103,8 +105,8 @@ def _groups(groups: GroupPopularity) -> list[Any]:
         table.add_row(str(groups.group_g[g]), str(groups.sequences_g[g]), f"{groups.rows_g[g]:,}", within, *apart, own)
     between, within = (f"{value:.3f}" if np.isfinite(value) else "-" for value in (groups.between, groups.within))
     note = (
-        f"Distance: share of a group's rows that would have to go to other experts to match (0 alike, 1 disjoint). Mean between "
-        f"groups {between}; between random halves of one group {within} ({SPLITS} splits): chance alone."
+        "Distance: share of a group's rows that would have to go to other experts to match (0 alike, 1 disjoint). Mean "
+        f"between groups {between}; between random halves of one group {within} ({SPLITS} splits): chance alone."
     )
     return [head, table, Text(note, style="dim")]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from routepack.checks import whole
@@ -57,7 +57,7 @@ class Outlook:
     max_tokens: int
     """The token cap of a microbatch on one rank."""
     sync: Sync = "step"
-    cost_model: CostModel = WindowNormalizedCost()
+    cost_model: CostModel = field(default_factory=WindowNormalizedCost)
     num_proposals: int | None = None
     """None: a tenth of what a plan usually takes. The gain shown is then a little less than a plan's."""
     model_parallel_degree: int = 1
