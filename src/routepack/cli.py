@@ -144,6 +144,23 @@ def inspect_trace(
 
 
 @app.command()
+def report(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN")],
+    trace: Annotated[
+        Path | None, typer.Argument(metavar="[TRACE]", help="What it was planned for; shows what experts do.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Show a plan as one HTML page that needs nothing else: for a browser, a mail or paper."""
+    from routepack.report import write_report
+    from routepack.trace import load_plan, load_window
+
+    window = None if trace is None else load_window(trace)
+    write_report(load_plan(plan), out, window, plan_name=plan.name, trace_name="" if trace is None else trace.name)
+    typer.echo(f"{out}: {out.stat().st_size / 1e3:.0f} KB, open it in a browser.")
+
+
+@app.command()
 def check(layers: Layers) -> None:
     """Resolve a config and build every component, without running anything."""
     from omegaconf import OmegaConf
