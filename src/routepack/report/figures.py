@@ -87,6 +87,13 @@ class Side:
     worst_over_mean_L: np.ndarray | None = None
     """float64: the same in the worst unit."""
 
+    @property
+    def pairs(self) -> list[tuple[float, float]]:
+        """Both of each layer; none without a trace."""
+        if self.peak_over_mean_L is None or self.worst_over_mean_L is None:
+            return []
+        return list(zip(self.peak_over_mean_L.tolist(), self.worst_over_mean_L.tolist(), strict=True))
+
 
 def side_of(plan: Plan, packing: Packing, placement: ExpertPlacement, demand: RoutingDemand | None) -> Side:
     """One side of the comparison."""

@@ -75,10 +75,14 @@ def render_report(
         autoescape=True, undefined=jinja2.StrictUndefined, finalize=_cleaned, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"amount": Amount(plan).text, "percent": lambda value, digits=1: f"{100 * value:.{digits}f} %"}
-    template = environment.from_string(resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8"))
-    style = Markup(resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8"))
+    template = environment.from_string(_text("page.html.j2"))
+    style = Markup(_text("page.css"))
     names = {"plan_name": plan_name or "plan", "trace_name": trace_name, "source": source}
     return template.render(style=style, **names, **_content(plan, demand))
+
+
+def _text(name: str) -> str:
+    return resources.files("routepack.report").joinpath(name).read_text(encoding="utf-8")
 
 
 class Amount:
@@ -209,20 +213,17 @@ def _heat(plan: Plan, baseline: figures.Side, planned: figures.Side) -> dict[str
 
 
 def _layers(plan: Plan, demand: RoutingDemand | None, before: figures.Side, after: figures.Side) -> dict[str, Any]:
-    if demand is None or before.peak_over_mean_L is None or plan.topology.expert_parallel_degree == 1:
+    if demand is None or plan.topology.expert_parallel_degree == 1:
         return {"layer_svg": None, "layers": [], "imbalance": None}
-    pairs = [
-        list(zip(side.peak_over_mean_L.tolist(), side.worst_over_mean_L.tolist(), strict=True))  # pyrefly: ignore
-        for side in (before, after)
-    ]
-    mean0, mean1 = (float(np.mean([mean for mean, _ in pair])) for pair in pairs)
+    pairs0, pairs1 = before.pairs, after.pairs
+    mean0, mean1 = (float(np.mean([mean for mean, _ in pairs])) for pairs in (pairs0, pairs1))
     label = (
         f"Load of the fullest expert-parallel rank over the mean one in {demand.num_layers} layers: mean {mean0:.3f} before, "
-        f"{mean1:.3f} after planning; worst microbatch {max(w for _, w in pairs[0]):.3f} before, "
-        f"{max(w for _, w in pairs[1]):.3f} after"
+        f"{mean1:.3f} after planning; worst microbatch {max(w for _, w in pairs0):.3f} before, "
+        f"{max(w for _, w in pairs1):.3f} after"
     )
     return {
-        "layer_svg": svg.layer_chart(demand.layer_ids_L.tolist(), *pairs, label),
+        "layer_svg": svg.layer_chart(demand.layer_ids_L.tolist(), pairs0, pairs1, label),
         "layers": figures.worst_layers(plan, demand, before, after),
         "imbalance": (mean0, mean1),
     }
