@@ -14,8 +14,8 @@ from routepack.planner import Planner
 from routepack.report import render_report, write_report
 from routepack.types import Topology
 
-TAGS = """html head meta link title style body header h1 h2 h3 p strong b ul li span div figure figcaption table thead tbody tr th td
-    dl dt dd details summary pre code svg defs pattern rect path circle line text g"""
+TAGS = """html head meta link title style body header h1 h2 h3 p strong b ul li span div figure figcaption table thead tbody
+    tr th td dl dt dd details summary pre code svg defs pattern rect path circle line text g"""
 HARMLESS = set(TAGS.split())
 
 
