@@ -12,7 +12,7 @@ from routepack.errors import ConfigError, PlanError
 from routepack.flops import flops_cost
 from routepack.planner import Planner
 from routepack.report import render_report, write_report
-from routepack.types import Topology
+from routepack.types import RoutingDemand, Topology
 
 TAGS = """html head meta link title style body header h1 h2 h3 p strong b ul li span div figure figcaption table thead tbody
     tr th td dl dt dd details summary pre code svg defs pattern rect path circle line text g"""
@@ -180,7 +180,12 @@ def test_a_large_plan_s_page_stays_small():
     from routepack.components.baselines import LPTRerouter, TokenLPTPacker
 
     rng = np.random.default_rng(0)
-    demand = testing.synthetic_demand(num_sequences=6000, num_layers=94, num_experts=16, max_length=600, seed=1)
+    length_S = rng.integers(100, 700, 2048)
+    demand = RoutingDemand(
+        tokens_SLE=np.stack([rng.multinomial(2 * length, np.full(16, 1 / 16), 94) for length in length_S]),
+        length_S=length_S,
+        top_k=2,
+    )
     topology = Topology(data_parallel_degree=512, expert_parallel_degree=8)
     plan = Planner(topology=topology, packer=TokenLPTPacker(max_tokens=700), rerouter=LPTRerouter()).plan(demand)
     page = render_report(plan, demand)

@@ -9,6 +9,7 @@ Letters: :mod:`routepack.types`; n fed tokens of a microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import numpy as np
@@ -71,8 +72,8 @@ class RolloutDataset(Dataset[dict[str, Tensor]]):
         """S."""
         return self.batch.num_sequences
 
-    def __getitem__(self, sequence: int) -> dict[str, Tensor]:
-        return self.__getitems__([sequence])
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.__getitems__([index])
 
     def __getitems__(self, sequences: list[int]) -> dict[str, Tensor]:
         """One microbatch of these sequences, in this order."""
@@ -176,6 +177,8 @@ class RoutePackCallback(pl.Callback):
                 error = raised  # Raised by agree(), after the other ranks were told.
         agree("00", "window's plan", error=error, device=device)
         self.plan = broadcast_plan(plan)
+        slots_LP = self.plan.placement.physical_to_logical_LP
+        assert (slots_LP == np.arange(slots_LP.shape[1])).all(), "the plan moves experts, which nobody here does"
         return self.plan
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -241,7 +244,7 @@ def trained_tokens(batch: RolloutBatch) -> float:
 
 
 def _check(planner: Planner, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-    ranks = trainer.world_size
+    ranks, given = trainer.world_size, cast(Any, trainer)
     if isinstance(trainer.strategy, ParallelStrategy) and trainer.strategy.cluster_environment is not None:
         ranks, _ = data_parallel(trainer)
     degree = planner.topology.data_parallel_degree
@@ -252,13 +255,13 @@ def _check(planner: Planner, trainer: pl.Trainer, pl_module: pl.LightningModule)
         "Trainer(use_distributed_sampler=True) would deal sequences anew: set it to False": ranks > 1
         and trainer._accelerator_connector.use_distributed_sampler,
         "Trainer(reload_dataloaders_every_n_epochs) must be 1: an epoch is a window, with a plan of its own": (
-            trainer.reload_dataloaders_every_n_epochs != 1
+            given.reload_dataloaders_every_n_epochs != 1
         ),
         "Trainer(accumulate_grad_batches) must stay 1: the plan says over how many microbatches to accumulate": (
             trainer.accumulate_grad_batches != 1
         ),
         "Trainer(limit_train_batches) must stay 1.0, and overfit_batches and fast_dev_run off: a step needs its whole window": (
-            trainer.limit_train_batches != 1.0 or bool(trainer.overfit_batches) or bool(trainer.fast_dev_run)
+            trainer.limit_train_batches != 1.0 or bool(given.overfit_batches) or bool(given.fast_dev_run)
         ),
         "the module optimizes by hand (automatic_optimization=False): accumulate callback.plan.num_microbatches there, "
         "without this callback": not pl_module.automatic_optimization,
@@ -278,6 +281,6 @@ def _callback_of(trainer: pl.Trainer) -> RoutePackCallback:
     return found[0]
 
 
-def _as_it_is(microbatch: dict[str, Tensor]) -> dict[str, Tensor]:
+def _as_it_is(microbatch: Any) -> Any:
     """The data set collates already."""
     return microbatch
