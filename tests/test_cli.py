@@ -284,3 +284,21 @@ def test_a_trace_s_own_words_do_not_style_the_terminal(routepack, trace, tmp_pat
     save_trace(replace(load_window(trace), source="[red]x[/red]\x1b[31m\nno"), tmp_path / "hostile.safetensors")
     code, stdout, _ = routepack("inspect", tmp_path / "hostile.safetensors", "--dp", "")
     assert (code, "[red]x[/red]" in stdout, "\x1b" in stdout) == (0, True, False)
+
+
+def test_report_writes_one_page_with_or_without_the_trace(routepack, trace, tmp_path):
+    out, _ = planned(routepack, trace)
+    for given in ([trace], []):
+        page = tmp_path / "page.html"
+        code, stdout, _ = routepack("report", out, *given, "--out", page)
+        assert (code, "open it in a browser" in stdout) == (0, True)
+        text = page.read_text()
+        assert f"{load_plan(out).value:.3f}" in text
+        assert ("No trace was given" in text) == (not given)
+
+
+def test_report_refuses_another_trace(routepack, trace, tmp_path):
+    out, _ = planned(routepack, trace)
+    other = write_trace(tmp_path / "other.safetensors", lengths=np.arange(5, 29))
+    code, _, err = routepack("report", out, other, "--out", tmp_path / "page.html")
+    assert (code, "another window" in err, (tmp_path / "page.html").exists()) == (1, True, False)

@@ -115,8 +115,10 @@ def verify(
 @app.command("inspect")
 def inspect_trace(
     trace: Annotated[Path, typer.Argument(metavar="TRACE")],
-    ep: Annotated[str, typer.Option(help="Expert-parallel degrees to look at.")] = "4,8,16",
-    dp: Annotated[str, typer.Option(help="Data-parallel degrees to look at; empty: no table of gains.")] = "8,16,32",
+    ep: Annotated[str, typer.Option(metavar="N,N,...", help="Expert-parallel degrees to look at.")] = "4,8,16",
+    dp: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Data-parallel degrees to look at; empty: no table of gains.")
+    ] = "8,16,32",
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a microbatch on one rank. Default: the longest sequence, rounded up.")
     ] = None,
@@ -147,7 +149,7 @@ def inspect_trace(
 def report(
     plan: Annotated[Path, typer.Argument(metavar="PLAN")],
     trace: Annotated[
-        Path | None, typer.Argument(metavar="[TRACE]", help="What it was planned for; shows what experts do.")
+        Path | None, typer.Argument(metavar="TRACE", help="What it was planned for; shows what experts do.")
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
 ) -> None:

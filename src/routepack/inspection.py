@@ -57,7 +57,7 @@ class LayerLoads:
     """int64: the expert with the most rows."""
     hottest_rows_L: np.ndarray
     hottest_over_mean_L: np.ndarray
-    """Its rows over the layer's mean expert: 1 where all are even, E / K where every token chooses it."""
+    """Its rows over the layer's mean expert (verl's max_vio + 1): 1 where all are even, E / K where every token chooses it."""
     coldest_over_mean_L: np.ndarray
     mean_deviation_L: np.ndarray
     """Mean of |rows - mean| / mean over experts."""
@@ -326,8 +326,9 @@ def _response_rows(batch: RolloutBatch, prompt_share: float | None) -> tuple[str
     if prompt_share is None and "loss_mask" in batch.token_fields:
         token_T = np.repeat(batch.cu_tokens[:-1], rows_S) + position_T
         return "loss_mask", batch.token_fields["loss_mask"].reshape(len(batch.token_fields["loss_mask"]), -1)[token_T, 0] > 0
-    if prompt_share is None and "num_prompt_tokens" in batch.sequence_fields:
-        return "num_prompt_tokens", position_T >= np.repeat(batch.sequence_fields["num_prompt_tokens"], rows_S)
+    prompt_S = batch.sequence_fields.get("num_prompt_tokens")
+    if prompt_share is None and prompt_S is not None and prompt_S.ndim == 1:
+        return "num_prompt_tokens", position_T >= np.repeat(prompt_S, rows_S)
     share = PROMPT_SHARE if prompt_share is None else real("prompt_share", prompt_share, least=0.0, most=1.0)
     return f"cut at {share:.0%} of each sequence", position_T >= np.repeat(share * batch.num_tokens_S, rows_S)
 
