@@ -17,6 +17,8 @@ WORST_LAYERS = 8
 """Layers that are listed; all are in the JSON."""
 FIRST_GROUPS = 6
 """Groups that are listed and compared; up to 64 are in the JSON."""
+MOST_PAIRS = 4
+"""Groups up to which each one's distance to each other is listed."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -95,17 +97,21 @@ def _groups(groups: GroupPopularity) -> list[Any]:
     shown = len(groups.group_g[:FIRST_GROUPS])
     listed = "" if shown == groups.num_groups else f", the {shown} with most rows listed"
     head = _head(f"Popularity by {_printable(groups.field)}: {groups.num_groups:,} groups{listed}")
-    distances = [f"to {group}" for group in groups.group_g[:shown]]
-    table = _table("group", "sequences", "rows", "own halves", *distances, "its own expert", right=range(4 + shown))
+    # Of many groups the distances between an arbitrary few tell little: their mean to all others stands for them.
+    each = groups.group_g.tolist() if groups.num_groups <= MOST_PAIRS else []
+    distances = [f"to {group}" for group in each] or ["others"]
+    names = ("group", "sequences", "rows", "own halves", *distances)
+    table = _table(*names, "its own expert", "share", "elsewhere", right=range(10 + len(each)))
     for g in range(shown):
         layer, expert, share, others = groups.distinctive_g[g]
-        apart = ["" if g == other else f"{groups.distance_gg[g, other]:.3f}" for other in range(shown)]
-        within = "" if np.isnan(groups.within_g[g]) else f"{groups.within_g[g]:.3f}"
-        own = f"{expert} of layer {layer}: {share:.1%}, others {others:.1%}"
-        table.add_row(str(groups.group_g[g]), str(groups.sequences_g[g]), f"{groups.rows_g[g]:,}", within, *apart, own)
+        apart = [groups.distance_gg[g, o] if o != g else np.nan for o in range(len(each))]
+        apart = apart or [np.delete(groups.distance_gg[g], g).mean()]
+        figures = ["" if np.isnan(value) else f"{value:.3f}" for value in (groups.within_g[g], *apart)]
+        own = (f"{expert} of layer {layer}", f"{share:.1%}", f"{others:.1%}")
+        table.add_row(str(groups.group_g[g]), str(groups.sequences_g[g]), f"{groups.rows_g[g]:,}", *figures, *own)
     between, within = (f"{value:.3f}" if np.isfinite(value) else "-" for value in (groups.between, groups.within))
     note = (
-        "Distance: share of a group's rows that would have to go to other experts to match (0 alike, 1 disjoint). Mean "
+        "Distances: share of a group's rows that would have to go to other experts to match (0 alike, 1 disjoint). Mean "
         f"between groups {between}; between random halves of one group {within} ({SPLITS} splits): chance alone."
     )
     return [head, table, Text(note, style="dim")]
