@@ -11,8 +11,8 @@ from routepack.components.packer import AttentionAwarePacker
 from routepack.errors import ConfigError, PlanError
 from routepack.flops import flops_cost
 from routepack.planner import Planner
-from routepack.report import render_report, write_report
-from routepack.types import RoutingDemand, Topology
+from routepack.report import figures, render_report, write_report
+from routepack.types import ExpertPlacement, RoutingDemand, Topology
 
 TAGS = """html head meta link title style body header h1 h2 h3 p strong b ul li span div figure figcaption table thead tbody
     tr th td dl dt dd details summary pre code svg defs pattern rect path circle line text g"""
@@ -208,3 +208,17 @@ def test_json_in_a_page_is_whole(plan, window):
 def test_a_demand_serves_as_well_as_its_trace(plan, window):
     demand = RoutingDemandCollector().collect(window)
     assert Reader(render_report(plan, demand)).tags == Reader(render_report(plan, window)).tags
+
+
+def test_a_page_shows_loads_before_and_after(plan, window):
+    demand = RoutingDemandCollector().collect(window)
+    first = ExpertPlacement.identity(plan.placement.num_layers, plan.placement.num_experts)
+    before = figures.side_of(plan, figures.baseline_packing(plan), first, demand)
+    after = figures.side_of(plan, plan.packing, plan.placement, demand)
+    text = "".join(Reader(render_report(plan, window)).text)
+    assert (
+        f"Mean over layers: {np.mean(before.peak_over_mean_L):.3f} before, {np.mean(after.peak_over_mean_L):.3f} after" in text
+    )
+    even = after.busy_DM.mean()
+    for side in (before, after):
+        assert f"{side.busy_DM.min() / even:.2f} to {side.busy_DM.max() / even:.2f}" in text
