@@ -104,7 +104,16 @@ def test_devices_that_share_a_data_rank_have_rows_of_their_own():
 
     topology = Topology(data_parallel_degree=4, expert_parallel_degree=4, model_parallel_degree=2)
     plan = Planner(topology=topology, packer=AttentionAwarePacker(max_tokens=256), num_proposals=500).plan(demand)
-    assert sides(plan, demand)[1].busy_DM.shape[0] == 8
+    busy_DM, rates = sides(plan, demand)[1].busy_DM, figures.rates_of(plan)
+    assert busy_DM.shape == (8, plan.num_microbatches)
+    for m in range(plan.num_microbatches):
+        for device in range(8):
+            cell = plan.packing.sequences_of(m, device // 2)
+            group = np.concatenate([plan.packing.sequences_of(m, 2 * (device // 4) + w) for w in (0, 1)])
+            owned_LE = plan.placement.rank_of_LE(4) == device % 4
+            rows = (demand.tokens_SLE[group] * owned_LE).sum()
+            work = rates.cost_SI(demand.length_S[cell]).sum()
+            assert busy_DM[device, m] == pytest.approx(work + rates.expert * rows)
 
 
 def test_without_expert_parallelism_every_rank_has_all_rows(plan_of):
