@@ -172,8 +172,11 @@ def test_every_sync_has_a_page(sync, plan_of):
         Reader(render_report(plan_of(demand, expert=expert, sync=sync), demand))
 
 
-def test_links_are_a_part_of_the_step(linked, window):
-    assert "links between ranks" in render_report(linked, window)
+def test_links_are_a_part_of_the_step(linked, plan, window):
+    assert "links" not in render_report(plan, window).split("<details>")[0].split("</style>")[1]
+    page = render_report(linked, window)
+    assert "links between ranks" in page
+    assert "counts no links" in page
 
 
 def test_a_large_plan_s_page_stays_small():
