@@ -125,6 +125,12 @@ def test_a_share_cuts_sequences_whatever_their_mask_says():
     assert found.prompt_response.correlation_S.tolist() == [0.0]
 
 
+def test_masked_rows_say_nothing_of_prompts_and_responses():
+    rows, mask = [[[0, 1]]] * 2 + [[[2, 3]]] * 2 + [[[0, 1]]] * 2, np.array([0, 0, 1, 1, 1, 1, 1])
+    batch = batch_of(rows, [7], token_fields={"loss_mask": mask}, valid_T=np.array([True] * 4 + [False] * 2))
+    assert inspect_routing(batch).prompt_response.correlation_S.tolist() == [pytest.approx(-1.0)]
+
+
 def test_num_prompt_tokens_tells_prompts_from_responses():
     rows = [[[0, 1]]] * 3 + [[[2, 3]]] * 2
     found = inspect_routing(batch_of(rows, [6], sequence_fields={"num_prompt_tokens": np.array([3])}))

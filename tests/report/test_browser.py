@@ -114,6 +114,15 @@ def test_it_prints_without_losing_anything(browser, page, paper):
     assert 2 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= 7
 
 
+def test_paper_holds_what_is_open_and_keeps_tables_whole(browser, page):
+    browser.open(page, width=700, media="print")
+    style = "getComputedStyle(document.querySelector('{}')).{}"
+    assert browser.evaluate(style.format("details", "display")) == "none"
+    assert browser.evaluate(style.format("table", "breakInside")) == "avoid"
+    browser.evaluate("document.querySelector('details').open = true")
+    assert browser.evaluate(style.format("details", "display")) == "block"
+
+
 def test_paper_is_light_even_where_the_screen_is_dark(browser, page):
     browser.open(page, width=700, media="print", dark=True)
     assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
