@@ -63,7 +63,7 @@ def _optimum(search: Any) -> Any:
         sync=search.planner.sync,
     )
     # Rules on the numbers of sequences a rank gets are no business of that search.
-    ruled = getattr(search.packer, "equal_sequences", False)
+    ruled = getattr(search.packer, "equal_sequences", False) or demand.modality_S is not None
     solved = tiny.solve() if tiny.is_tiny and not ruled else None
     if solved is None:
         return None
@@ -124,13 +124,18 @@ def dealt(search: Any, candidate: Any, load_SRL: np.ndarray) -> Iterator[Any]:
     yield candidate
     if search.planner.sync == "step":
         return
-    # Any unit may be any microbatch of any group, and sorted units have the least sum of maxima.
-    width, cell_of_S = cost.ranks_per_group(search.topology), candidate.packing.cell_of_S
-    place_of_U = np.argsort(np.argsort(-candidate.evaluation.cost_MG.ravel(), kind="stable"))
+    # Any unit may be any microbatch of any group (of its modality), and sorted units have the least sum of maxima.
+    width, packing = cost.ranks_per_group(search.topology), candidate.packing
+    cell_of_S = packing.cell_of_S
+    kind_U, cost_U = np.zeros(packing.num_cells // width, dtype=np.int64), candidate.evaluation.cost_MG.ravel()
+    if search.demand.modality_S is not None:
+        kind_U[cell_of_S // width] = search.demand.modality_S
+    place_of_U = np.empty_like(kind_U)
+    place_of_U[np.lexsort((-cost_U, kind_U))] = np.argsort(kind_U, kind="stable")
     packing = Packing(
         cell_of_S=place_of_U[cell_of_S // width] * width + cell_of_S % width,
-        num_microbatches=candidate.packing.num_microbatches,
-        data_parallel_degree=candidate.packing.data_parallel_degree,
+        num_microbatches=packing.num_microbatches,
+        data_parallel_degree=packing.data_parallel_degree,
     )
     yield search.priced(candidate.placement, packing, load_SRL)
 

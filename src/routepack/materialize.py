@@ -93,9 +93,23 @@ def check_fit(plan: Plan, batch: RolloutBatch) -> None:
     placed, recorded = plan.placement.physical_to_logical_LP.shape, (batch.num_layers, batch.num_experts)
     if placed != recorded:
         raise PlanError(f"the plan places {placed} [layers, experts]; the batch recorded {recorded}: plan this batch.")
+    if batch.modality_S is not None:
+        _check_modalities(plan, batch.modality_S)
     if "token_ids" not in batch.token_fields:
         raise TraceError(
             f"the batch has token fields {sorted(batch.token_fields)} but no token_ids: record them to train on it."
+        )
+
+
+def _check_modalities(plan: Plan, modality_S: np.ndarray) -> None:
+    row_of_S = plan.packing.cell_of_S // plan.topology.data_parallel_degree
+    first_M = modality_S[np.unique(row_of_S, return_index=True)[1]]
+    wrong = np.flatnonzero(first_M[row_of_S] != modality_S)
+    if len(wrong):
+        s = int(wrong[0])
+        raise PlanError(
+            f"microbatch {row_of_S[s]} holds sequence {s} of modality {modality_S[s]} and others of {first_M[row_of_S[s]]}; "
+            "ranks would wait for one another's collectives: plan this batch, with its modalities."
         )
 
 

@@ -157,7 +157,9 @@ class _Search:
         planner.move_policy.check_unit(rates.unit)
         inside, across = planner.links.checked_prices(demand, self.topology, rates.unit)
         self.rates = replace(rates, inside=inside, across=across)
-        self.certificate, self.feasible = self.packer.certify(demand.length_S, self.topology, seed=planner.seed)
+        self.certificate, self.feasible = self.packer.certify(
+            demand.length_S, self.topology, seed=planner.seed, modality_S=demand.modality_S
+        )
         self.num_proposals = planner.num_proposals or default_proposals(demand, self.topology, planner.sync)
         limit = planner.time_limit_seconds
         self.deadline = None if limit is None else self.started + limit * (1 - REFINE_SHARE)
@@ -221,6 +223,7 @@ class _Search:
             num_microbatches=self.certificate.num_microbatches,
             feasible_cell_of_S=self.feasible,
             start_cell_of_S=start,
+            modality_S=self.demand.modality_S,
             sync=self.planner.sync,
             seed=self.planner.seed if seed is None else seed,
             deadline=self.deadline,

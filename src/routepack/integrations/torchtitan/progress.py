@@ -148,7 +148,10 @@ def summary_text(summary: Mapping[str, Any]) -> str:
         ("", f"the baseline takes {gain:.1%} longer; the plan lies {s['value_over_bound'] - 1:.2%} above the bound"),
         ("Per step", f"{s['seconds_per_step']:.2f} s, {s['tokens_per_second']:.0f} tokens/s"),
         ("", f"{s['experts_moved_per_step']:.0f} experts moved"),
-        ("Planning", f"{s['background_ms']:.0f} ms in the background, {s['exposed_ms']:.0f} ms exposed to the trainer (medians)"),
+        (
+            "Planning",
+            f"{s['background_ms']:.0f} ms in the background, {s['exposed_ms']:.0f} ms exposed (medians)",
+        ),
     ]
     if s["off_policy_steps"]:
         rows.append(("Off-policy", f"windows were sampled up to {s['off_policy_steps']} step before the weights they trained"))
