@@ -38,15 +38,16 @@ def candidates(search: Any) -> Iterator[Any]:
     if not (search.rerouter.refines and search.packer.improves):
         yield from _packed_once(search, placement)
         return
-    optimum = _optimum(search)
+    optimum, proven = _optimum(search)
     if optimum is not None:
         yield optimum
+    if proven:
         return
     yield from _chains(search, placement)
 
 
-def _optimum(search: Any) -> Any:
-    """The best pair there is, in a window so small that all can be tried; else None."""
+def _optimum(search: Any) -> tuple[Any, bool]:
+    """The best pair there is, in a window so small that all can be tried, and whether all were; else None."""
     from routepack.solvers import exact, layout, placement
 
     demand, topology = search.demand, search.topology
@@ -61,20 +62,20 @@ def _optimum(search: Any) -> Any:
         cells_per_unit=cost.ranks_per_group(topology),
         num_ranks=topology.expert_parallel_degree,
         sync=search.planner.sync,
+        modality_S=demand.modality_S,
+        skew=search.packer.sequence_skew if search.packer.equal_sequences else -1,
     )
-    # Rules on the numbers of sequences a rank gets are no business of that search.
-    ruled = getattr(search.packer, "equal_sequences", False) or demand.modality_S is not None
-    solved = tiny.solve() if tiny.is_tiny and not ruled else None
+    solved = tiny.solve() if tiny.is_tiny else None
     if solved is None:
-        return None
-    cell_of_S, rank_of_LE = solved
+        return None, False
+    cell_of_S, rank_of_LE, proven = solved
     packing = Packing(
         cell_of_S=cell_of_S,
         num_microbatches=tiny.num_microbatches,
         data_parallel_degree=topology.data_parallel_degree,
     )
     placed = ExpertPlacement(physical_to_logical_LP=placement.slots_of_ranks(rank_of_LE))
-    return search.priced(placed, packing, search.load_of(placed))
+    return search.priced(placed, packing, search.load_of(placed)), proven
 
 
 def _chains(search: Any, placement: ExpertPlacement) -> Iterator[Any]:
