@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from routepack.solvers._anneal_kernels import _below, _next
+from routepack.solvers._proposal_kernels import _below, _next
 
 SWAPS_PER_PAIR = 32
 """Swaps tried between two ranks before the next two are drawn; the others' fullest is found once for all of them."""
