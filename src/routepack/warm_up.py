@@ -23,9 +23,10 @@ _READY: set[tuple[Any, ...]] = set()
 
 def ready_kernels(planner: Any, demand: RoutingDemand) -> float:
     """Compile or load what planning such windows needs, once a process; the seconds that it took."""
+    tokens_SLE, several = demand.tokens_SLE, cost.num_packed_groups(planner.topology) > 1
     key = (
-        type(planner.packer), type(planner.rerouter), type(planner.links), planner.sync, planner.packer.rules,
-        demand.tokens_SLE.dtype, demand.tokens_SLE.flags.writeable, cost.num_packed_groups(planner.topology) > 1, demand.num_sequences < FEWEST_SEQUENCES,
+        type(planner.packer), type(planner.rerouter), type(planner.links), planner.sync, planner.packer.rules, several,
+        tokens_SLE.dtype, tokens_SLE.flags.writeable, demand.num_sequences < FEWEST_SEQUENCES,
     )  # fmt: skip
     shortest = None if key in _READY else _shortest(planner, demand)
     if shortest is None:

@@ -6,8 +6,21 @@ import numpy as np
 from numba import njit
 
 from routepack.solvers._proposal_kernels import (
-    SAMPLE, SELDOM, _apply, _attention_after, _attention_within, _below, _costliest_other, _exchange, _find_rest, _most_accepted,
-    _peaks_after, _propose, _rank_again, _ranked, _rest_of_units,
+    SAMPLE,
+    SELDOM,
+    _apply,
+    _attention_after,
+    _attention_within,
+    _below,
+    _costliest_other,
+    _exchange,
+    _find_rest,
+    _most_accepted,
+    _peaks_after,
+    _propose,
+    _rank_again,
+    _ranked,
+    _rest_of_units,
 )  # fmt: skip
 
 
@@ -39,10 +52,7 @@ def _peak_sums(load_URL, load_SRL, ua, ub, s, t, peak_L, other_L):
 @njit(nogil=True, cache=True, inline="always")
 def _largest_after(cost_GI, top_BIT, cell_BIT, g, change_g, h, change_h):
     """The largest group cost once g and h have changed (both changes count where they are the same group)."""
-    if g == h:
-        changed = cost_GI[g, 0] + change_g + change_h
-    else:
-        changed = max(cost_GI[g, 0] + change_g, cost_GI[h, 0] + change_h)
+    changed = cost_GI[g, 0] + change_g + change_h if g == h else max(cost_GI[g, 0] + change_g, cost_GI[h, 0] + change_h)
     return max(changed, _costliest_other(top_BIT, cell_BIT, 0, 0, g, h))
 
 

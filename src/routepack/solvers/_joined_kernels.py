@@ -6,8 +6,22 @@ import numpy as np
 from numba import njit
 
 from routepack.solvers._proposal_kernels import (
-    SAMPLE, SELDOM, _apply, _attention_after, _attention_within, _below, _costliest_other, _exchange, _find_rest, _most_accepted,
-    _peaks_after, _propose, _rank_again, _ranked, _rest_of_units, _waited_after,
+    SAMPLE,
+    SELDOM,
+    _apply,
+    _attention_after,
+    _attention_within,
+    _below,
+    _costliest_other,
+    _exchange,
+    _find_rest,
+    _most_accepted,
+    _peaks_after,
+    _propose,
+    _rank_again,
+    _ranked,
+    _rest_of_units,
+    _waited_after,
 )  # fmt: skip
 
 SLOPE = 8
