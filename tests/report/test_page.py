@@ -225,3 +225,12 @@ def test_a_page_shows_loads_before_and_after(plan, window):
     even = after.busy_DM.mean()
     for side in (before, after):
         assert f"{side.busy_DM.min() / even:.2f} to {side.busy_DM.max() / even:.2f}" in text
+
+
+def test_of_mixed_modalities_the_baseline_shows_with_the_trace_alone(plan_of):
+    window = testing.synthetic_batch(num_sequences=48, max_length=256, num_modalities=2)
+    plan = plan_of(window)
+    assert "<h3>Baseline</h3>" in render_report(plan, window)
+    page = render_report(plan)
+    assert "<h3>Baseline</h3>" not in page
+    assert "cannot be told from the plan alone" in page

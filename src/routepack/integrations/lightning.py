@@ -167,7 +167,8 @@ class RoutePackCallback(pl.Callback):
         Raises what planning raised on rank 0, and PlanError on the others; PlanError where ranks hold different windows.
         """
         device = trainer.strategy.root_device
-        agree(digest_of(batch.num_tokens_S, batch.cu_seqlens), "window", device=device)
+        tagged = () if batch.modality_S is None else (batch.modality_S,)
+        agree(digest_of(batch.num_tokens_S, batch.cu_seqlens, *tagged), "window", device=device)
         plan, error = None, None
         if trainer.is_global_zero:
             try:

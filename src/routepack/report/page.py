@@ -132,7 +132,8 @@ def _cleaned(value: Any) -> Any:
 
 
 def _content(plan: Plan, demand: RoutingDemand | None) -> dict[str, Any]:
-    baseline = figures.side_of(plan, figures.baseline_packing(plan), _identity(plan), demand)
+    packing = figures.baseline_packing(plan, demand)
+    baseline = None if packing is None else figures.side_of(plan, packing, _identity(plan), demand)
     planned = figures.side_of(plan, plan.packing, plan.placement, demand)
     return {
         "plan": plan,
@@ -144,7 +145,7 @@ def _content(plan: Plan, demand: RoutingDemand | None) -> dict[str, Any]:
         "num_tokens": int(plan.length_S.sum()),
         "moved": int((plan.placement.physical_to_logical_LP != _identity(plan).physical_to_logical_LP).any(axis=1).sum()),
         **_time(plan),
-        **_heat(plan, baseline, planned),
+        **_heat(baseline, planned),
         **_layers(plan, demand, baseline, planned),
         "sequences": figures.worst_sequences(plan, demand),
         "folded": _folded(plan),
@@ -187,9 +188,11 @@ def _time(plan: Plan) -> dict[str, Any]:
     return {"time": time, "bars": bars, "parts_used": used, "side_names": SIDE_NAMES}
 
 
-def _heat(plan: Plan, baseline: figures.Side, planned: figures.Side) -> dict[str, Any]:
+def _heat(baseline: figures.Side | None, planned: figures.Side) -> dict[str, Any]:
     even = float(planned.busy_DM.mean()) or 1.0
-    sides = {"before": baseline.busy_DM / even, "after": planned.busy_DM / even}
+    sides = {"after": planned.busy_DM / even}
+    if baseline is not None:
+        sides = {"before": baseline.busy_DM / even} | sides
     shown = [svg.shown_cells(busy_DM) for busy_DM in sides.values()]
     edges = svg.steps(min(float(cells.min()) for cells in shown), max(float(cells.max()) for cells in shown))
     drawn = {}
@@ -212,8 +215,8 @@ def _heat(plan: Plan, baseline: figures.Side, planned: figures.Side) -> dict[str
     return {"heat": drawn, "edges": edges.tolist()}
 
 
-def _layers(plan: Plan, demand: RoutingDemand | None, before: figures.Side, after: figures.Side) -> dict[str, Any]:
-    if demand is None or plan.topology.expert_parallel_degree == 1:
+def _layers(plan: Plan, demand: RoutingDemand | None, before: figures.Side | None, after: figures.Side) -> dict[str, Any]:
+    if demand is None or before is None or plan.topology.expert_parallel_degree == 1:
         return {"layer_svg": None, "layers": [], "imbalance": None}
     pairs0, pairs1 = before.pairs, after.pairs
     mean0, mean1 = (float(np.mean([mean for mean, _ in pairs])) for pairs in (pairs0, pairs1))
