@@ -54,10 +54,11 @@ def _shortest(planner: Any, demand: RoutingDemand) -> RoutingDemand | None:
     tokens_SLE = demand.tokens_SLE[kept_S]
     # Kernels are compiled once more for what they must not write to.
     tokens_SLE.flags.writeable = demand.tokens_SLE.flags.writeable
-    own = {name: getattr(demand, name) for name in ("group_S", "estimated_S")}
+    given = {name: getattr(demand, name) for name in ("group_S", "estimated_S")}
+    own: dict[str, Any] = {name: values[kept_S] for name, values in given.items() if values is not None}
     return replace(
         demand,
         tokens_SLE=tokens_SLE,
         length_S=demand.length_S[kept_S],
-        **{name: values if values is None else values[kept_S] for name, values in own.items()},
+        **own,
     )
