@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from routepack.checks import whole
 from routepack.errors import ConfigError, PlanError, TraceError
 from routepack.planned import Plan
 from routepack.recorded import RolloutBatch
@@ -64,10 +65,9 @@ def microbatches(plan: Plan, batch: RolloutBatch, rank: int, *, pad_to_multiple_
     check_fit(plan, batch)
     if not 0 <= rank < plan.topology.data_parallel_degree:
         raise ConfigError(f"rank={rank} is not one of the plan's {plan.topology.data_parallel_degree} data-parallel ranks.")
-    if pad_to_multiple_of < 1:
-        raise ConfigError(f"pad_to_multiple_of={pad_to_multiple_of} must be at least 1.")
+    whole("pad_to_multiple_of", pad_to_multiple_of, least=1)
     cells = (plan.packing.sequences_of(microbatch, rank) for microbatch in range(plan.num_microbatches))
-    return [_padded(_microbatch(batch, sequences), plan, rank, pad_to_multiple_of) for sequences in cells]
+    return [_padded(microbatch_of(batch, sequences), plan, rank, pad_to_multiple_of) for sequences in cells]
 
 
 def scatter_back(microbatches: Sequence[Microbatch], results: Sequence[np.ndarray], num_tokens: int) -> np.ndarray:
@@ -93,13 +93,28 @@ def check_fit(plan: Plan, batch: RolloutBatch) -> None:
     placed, recorded = plan.placement.physical_to_logical_LP.shape, (batch.num_layers, batch.num_experts)
     if placed != recorded:
         raise PlanError(f"the plan places {placed} [layers, experts]; the batch recorded {recorded}: plan this batch.")
+    if batch.modality_S is not None:
+        _check_modalities(plan, batch.modality_S)
     if "token_ids" not in batch.token_fields:
         raise TraceError(
             f"the batch has token fields {sorted(batch.token_fields)} but no token_ids: record them to train on it."
         )
 
 
-def _microbatch(batch: RolloutBatch, sequences: np.ndarray) -> Microbatch:
+def _check_modalities(plan: Plan, modality_S: np.ndarray) -> None:
+    row_of_S = plan.packing.cell_of_S // plan.topology.data_parallel_degree
+    first_M = modality_S[np.unique(row_of_S, return_index=True)[1]]
+    wrong = np.flatnonzero(first_M[row_of_S] != modality_S)
+    if len(wrong):
+        s = int(wrong[0])
+        raise PlanError(
+            f"microbatch {row_of_S[s]} holds sequence {s} of modality {modality_S[s]} and others of {first_M[row_of_S[s]]}; "
+            "ranks would wait for one another's collectives: plan this batch, with its modalities."
+        )
+
+
+def microbatch_of(batch: RolloutBatch, sequences: np.ndarray) -> Microbatch:
+    """These sequences of the batch, end to end, without padding; what :func:`microbatches` does for every cell."""
     tokens_S = batch.num_tokens_S[sequences]
     fed_S = np.maximum(tokens_S - 1, 1)
     cu_seqlens = np.concatenate([[0], np.cumsum(fed_S)])
