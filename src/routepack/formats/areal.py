@@ -73,6 +73,8 @@ def _histories(
     sizes = [prompt + end - 1 for end in ends] + [complete]
     if sum(sizes) != rows:
         sizes = [rows - complete, complete]
+    if not prompt - 1 <= sizes[0] <= complete and not options.strict:
+        return [Segment(ids_TLK=ids_TLK)]
     if not prompt - 1 <= sizes[0] <= complete:
         raise TraceError(
             f"{where} has {rows} recorded rows for {prompt + output} tokens: histories after interrupts, which neither versions "

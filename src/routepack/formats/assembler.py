@@ -112,7 +112,7 @@ class Assembler:
         if self._shape == (0, 0):
             if not 1 <= top_k <= self.model.num_experts or not layers or (self.model.top_k or top_k) != top_k:
                 raise TraceError(
-                    f"{self._where()}: rows have shape {(layers, top_k)} [layers, top_k]; at least one layer and "
+                    f"{self.where}: rows have shape {(layers, top_k)} [layers, top_k]; at least one layer and "
                     f"{self.model.top_k or f'1 to {self.model.num_experts}'} experts a token are needed."
                 )
             self._shape = layers, top_k
@@ -121,9 +121,9 @@ class Assembler:
                 # A zero row of a top-1 model may be a route to expert 0, so that nothing tells its dense layers.
                 self._keep(list(range(layers)) if columns is None else columns)
         elif self._shape != (layers, top_k):
-            raise TraceError(f"{self._where()}: rows have shape {(layers, top_k)}; the ones before had {self._shape}.")
+            raise TraceError(f"{self.where}: rows have shape {(layers, top_k)}; the ones before had {self._shape}.")
         if self._kept_L is None:
-            routed_L = _routed_layers(segment.ids_TLK)
+            routed_L = _routed_layers(self._routes(segment))
             if routed_L.any():
                 self._keep(np.flatnonzero(routed_L).tolist())
                 self.report.dropped_layers = np.flatnonzero(~routed_L).tolist()
@@ -133,11 +133,26 @@ class Assembler:
         self._layer_ids = self.model.layer_ids(columns, self._shape[0])
         self._ids.shape = (len(columns), self._shape[1])
 
-    def _check_dropped(self, ids_TLK: np.ndarray) -> None:
+    def _routes(self, segment: Segment) -> np.ndarray:
+        """The rows that may be routes: filler, which stands in dense layers too, would give those away as routing."""
+        ids_TLK = segment.ids_TLK
+        if segment.valid_T is not None and not segment.valid_T.all():
+            ids_TLK = ids_TLK[segment.valid_T]
+        if self.convention.fills_inside or self.convention.fills_last:
+            counts_up_T = (ids_TLK[:, 0] == np.arange(ids_TLK.shape[2])).all(axis=1)
+            if counts_up_T.any():
+                counts_up_T &= (ids_TLK == np.arange(ids_TLK.shape[2])).all(axis=(1, 2))
+                ids_TLK = ids_TLK[~counts_up_T]
+        return ids_TLK
+
+    def _check_dropped(self, segment: Segment) -> None:
+        if not self.report.dropped_layers:
+            return
+        ids_TLK = self._routes(segment)
         for layer in self.report.dropped_layers:
             if (ids_TLK[:, layer] > 0).any():
                 raise TraceError(
-                    f"{self._where()}: layer {layer} routes here, but was all zero in the sequences before, as a dense layer "
+                    f"{self.where}: layer {layer} routes here, but was all zero in the sequences before, as a dense layer "
                     "is: name the layers that have a router (moe_layers)."
                 )
 
@@ -150,7 +165,7 @@ class Assembler:
 
     def _take(self, sequence: RecordedSequence) -> None:
         if not 1 <= sequence.num_tokens <= MOST:
-            raise TraceError(f"{self._where()} has {sequence.num_tokens} tokens; every sequence has at least one.")
+            raise TraceError(f"{self.where} has {sequence.num_tokens} tokens; every sequence has at least one.")
         rows = self._accepted(sequence)
         if rows:
             self._fill(sequence, rows)
@@ -172,7 +187,7 @@ class Assembler:
             return 0
         if min(start for start, _ in spans) < 0 or recorded > n:
             span = f"rows {min(start for start, _ in spans)} .. {recorded - 1}" if spans[0][0] else f"{recorded} recorded rows"
-            self._object(
+            self.object_to(
                 f"has {span} for {n} tokens: rows must be {max(n - 1, 1)} or {n}. Cut routes together with tokens",
                 "more rows than tokens: routes dropped",
             )
@@ -180,10 +195,10 @@ class Assembler:
         covered = 0
         for start, end in spans:
             if start > covered:
-                self._object(f"has no rows {covered} .. {start - 1} of {n} tokens: a turn starts after them", "rows missing")
+                self.object_to(f"has no rows {covered} .. {start - 1} of {n} tokens: a turn starts after them", "rows missing")
             covered = max(covered, end)
         if recorded < n - 1 and not self.convention.ends_early:
-            self._object(f"has {recorded} recorded rows for {n} tokens: {n - 1} or {n} are needed", "rows missing")
+            self.object_to(f"has {recorded} recorded rows for {n} tokens: {n - 1} or {n} are needed", "rows missing")
         return max(recorded, n - 1)
 
     def _fill(self, sequence: RecordedSequence, rows: int) -> None:
@@ -210,7 +225,7 @@ class Assembler:
 
         assert self._kept_L is not None, "layers are known once a segment was seen"
         source = _native(segment.ids_TLK)
-        self._check_dropped(source)
+        self._check_dropped(segment)
         judge_rows(source, self._kept_L, self.model.num_experts, judged_T, ids_TLK)
         if segment.valid_T is not None:
             judged_T[~segment.valid_T] = Reason.MASKED
@@ -237,7 +252,7 @@ class Assembler:
 
     def _differing(self, rows: int, start: int) -> None:
         if self.options.merge is None:
-            self._object(
+            self.object_to(
                 f"has {rows} rows from row {start} on that a later turn recorded differently: say merge=keep_first (what sampled "
                 "the tokens) or merge=keep_last (the newest weights)",
                 "rows recorded twice, differently",
@@ -253,7 +268,7 @@ class Assembler:
             if not counts[reason] or reason in self.convention.missing or (reason is Reason.ZEROS and self._zeros_may_be_routes):
                 continue
             row = int(np.flatnonzero(code_T == reason)[0])
-            self._object(self._bad_row(source, row, row + start, reason, int(counts[reason])), reason.text)
+            self.object_to(self._bad_row(source, row, row + start, reason, int(counts[reason])), reason.text)
 
     def _bad_row(self, source: np.ndarray, row: int, position: int, reason: Reason, rows: int) -> str:
         assert self._kept_L is not None, "layers are known once a segment was seen"
@@ -342,12 +357,16 @@ class Assembler:
             raise TraceError(f"{self.convention.stack}: {what}.")
         self.report.suspicious.append(f"{what[0].upper()}{what[1:]}.")
 
-    def _object(self, what: str, problem: str) -> None:
+    def object_to(self, what: str, problem: str) -> None:
+        """Raise TraceError that the sequence to come *what*, or under ``lenient`` count it as *problem*."""
         if self.options.strict:
-            raise TraceError(f"{self._where()} {what}. policy=lenient masks and reports it.")
+            stop = "" if what.endswith("?") else "."
+            raise TraceError(f"{self.where} {what}{stop} policy=lenient masks and reports it.")
         self.report.problem(problem)
 
-    def _where(self) -> str:
+    @property
+    def where(self) -> str:
+        """The sequence to come, for errors."""
         return f"{self.convention.stack}, sequence {len(self._done)}"
 
 

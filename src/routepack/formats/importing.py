@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from routepack.checks import instance, real
 from routepack.errors import ConfigError
@@ -76,6 +77,24 @@ class ImportReport:
     def coverage(self) -> float:
         """The share of expected rows that are valid."""
         return self.num_valid_rows / self.num_expected_rows if self.num_expected_rows else 0.0
+
+    def figures(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        return asdict(self) | {"coverage": self.coverage}
+
+    def lines(self) -> list[tuple[str, str]]:
+        """A summary for people: label and text."""
+        masked = sum(self.masked_rows.values())
+        lines = [
+            ("sequences", f"{self.num_sequences:,}" + (f", {self.without_routes:,} without routes" if self.without_routes else "")),
+            ("tokens", f"{self.num_tokens:,}"),
+            ("valid rows", f"{self.num_valid_rows:,} of {self.num_expected_rows:,} (coverage {self.coverage:.1%})"),
+            ("masked rows", f"{masked:,}"),
+        ]
+        lines += [(f"  {reason}", f"{rows:,}") for reason, rows in self.masked_rows.items()]
+        lines += [("problem", f"{what}: {count:,} times") for what, count in self.problems.items()]
+        lines += [("suspicious", sign) for sign in self.suspicious]
+        return lines + [("note", note) for note in self.notes]
 
     def mask(self, reason: Reason, rows: int) -> None:
         """Count *rows* masked rows."""

@@ -127,6 +127,11 @@ def _flat_shape(
         layers = num_ids // (num_rows * top_k)
     if top_k is None and layers and num_rows:
         top_k = num_ids // (num_rows * layers)
+    if layers and top_k and num_rows and num_ids > num_rows * layers * top_k and num_ids % (num_rows * top_k) == 0:
+        raise TraceError(
+            f"{where}: {num_ids} ids for {num_rows} rows of top-{top_k} make {num_ids // (num_rows * top_k)} layers; the model has "
+            f"num_layers={layers}: leave draft (MTP) layers out, or correct num_layers."
+        )
     if not layers or not top_k:
         raise TraceError(f"{where}: flat routes need num_layers and top_k of the model (they are {layers} and {top_k}).")
     return num_ids // (layers * top_k), layers, top_k

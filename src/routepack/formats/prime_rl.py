@@ -84,8 +84,8 @@ def _branch(record: Any, where: str, model: ModelRouting, assembler: Assembler) 
     known = [ids for ids in arrays if ids is not None]
     token_ids, segments, doubtful = np.concatenate(tokens), [], []
     if known:
-        ids, valid_T = _joined(arrays, [len(part) for part in tokens], known[0], where)
-        segments = [Segment(ids_TLK=ids, valid_T=valid_T)]
+        joined = _joined(arrays, [len(part) for part in tokens], known[0], assembler)
+        segments = [] if joined is None else [Segment(ids_TLK=joined[0], valid_T=joined[1])]
         ends = np.cumsum([len(part) for part in tokens]) - 1
         doubtful = [int(end) for end, node in zip(ends, nodes, strict=True) if value_of(node, "sampled") is not False]
     fields = travelling(record, token_ids, where)
@@ -93,17 +93,24 @@ def _branch(record: Any, where: str, model: ModelRouting, assembler: Assembler) 
 
 
 def _joined(
-    arrays: list[np.ndarray | None], lengths: list[int], sample: np.ndarray, where: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """The nodes' rows end to end, and which were delivered. The last node may lack its last row."""
+    arrays: list[np.ndarray | None], lengths: list[int], sample: np.ndarray, assembler: Assembler
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """The nodes' rows end to end, and which were delivered. The last node may lack its last row.
+
+    None, under ``lenient``, where rows and tokens of a node are not of one cut.
+    """
     parts, valid = [], []
     for number, (ids, length) in enumerate(zip(arrays, lengths, strict=True)):
         rows = 0 if ids is None else len(ids)
         last = number == len(arrays) - 1
         if ids is not None and (rows > length or (rows < length and not last)):
-            raise TraceError(f"{where}: node {number} has {rows} recorded rows for {length} tokens. Cut routes together with tokens.")
+            assembler.object_to(
+                f"has {rows} recorded rows for {length} tokens in node {number}: cut routes together with tokens",
+                "more rows than tokens: routes dropped" if rows > length else "rows missing",
+            )
+            return None
         if ids is not None and ids.shape[1:] != sample.shape[1:]:
-            raise TraceError(f"{where}: node {number} has rows of shape {ids.shape[1:]}, another {sample.shape[1:]}.")
+            raise TraceError(f"{assembler.where}: node {number} has rows of shape {ids.shape[1:]}, another {sample.shape[1:]}.")
         absent = 0 if ids is not None and last else length - rows
         parts += [] if ids is None else [ids]
         parts.append(np.zeros((absent, *sample.shape[1:]), sample.dtype))
