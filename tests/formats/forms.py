@@ -176,7 +176,7 @@ def _areal(ids, tokens, window):
             versions[s][end - PROMPT :] += 1
     return [
         {"input_tokens": np.arange(min(PROMPT, n)), "output_tokens": np.arange(n - min(PROMPT, n)), "output_versions": version,
-         "routed_experts": None if one is None else one.reshape(len(one), -1)}
+         "routed_experts": None if one is None else one.reshape(len(one), one.shape[1] * one.shape[2])}
         for n, one, version in zip(tokens, ids, versions, strict=True)
     ]  # fmt: skip
 

@@ -98,6 +98,6 @@ def export(batch: RolloutBatch) -> list[dict[str, Any]]:
         n = record.pop("num_tokens", int(batch.num_tokens_S[s]))
         token_ids = record.pop("token_ids", np.zeros(n, np.int64))
         ids = rows_of(batch, s, np.int32, missing=-1)
-        flat = None if ids is None else ids.reshape(len(ids), -1)
+        flat = None if ids is None else ids.reshape(len(ids), batch.num_layers * batch.top_k)
         responses.append(record | {"input_tokens": token_ids[:1], "output_tokens": token_ids[1:], "routed_experts": flat})
     return responses

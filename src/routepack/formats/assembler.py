@@ -18,6 +18,9 @@ from routepack.formats.routing import ModelRouting
 from routepack.formats.signs import look_for_signs
 from routepack.recorded import RolloutBatch, id_dtype
 
+MOST_ABSENT = 1 << 16
+"""Rows that a sequence may lack where it has less than a sixteenth of them; beyond, its routes are left out."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
@@ -197,6 +200,10 @@ class Assembler:
             if start > covered:
                 self.object_to(f"has no rows {covered} .. {start - 1} of {n} tokens: a turn starts after them", "rows missing")
             covered = max(covered, end)
+        if n - recorded > MOST_ABSENT and n > 16 * recorded:
+            # A number of tokens is but a number: it shall not make us fill memory with rows that nobody delivered.
+            self.object_to(f"has {recorded} recorded rows for {n} tokens", "hardly any rows: routes dropped")
+            return 0
         if recorded < n - 1 and not self.convention.ends_early:
             self.object_to(f"has {recorded} recorded rows for {n} tokens: {n - 1} or {n} are needed", "rows missing")
         return max(recorded, n - 1)
@@ -263,7 +270,15 @@ class Assembler:
     def _explain(self, source: np.ndarray, judged_T: np.ndarray, start: int) -> None:
         """Object to rows that are neither routes nor what the stack writes where there are none."""
         code_T = judged_T & CODE
+        if not code_T.any():
+            return
         counts = np.bincount(code_T, minlength=16)
+        if counts[Reason.ZEROS] and self._zeros_may_be_routes and Reason.ZEROS in self.convention.missing:
+            self.object_to(
+                f"has {counts[Reason.ZEROS]} zero rows, which in this top-1 model may be routes to expert 0, or rows that were not "
+                "recorded; nothing tells which",
+                "zero rows of a top-1 model: taken as not recorded",
+            )
         for reason in (Reason.OUT_OF_RANGE, Reason.PARTLY_MINUS, Reason.DUPLICATE, Reason.ZEROS, Reason.MINUS):
             if not counts[reason] or reason in self.convention.missing or (reason is Reason.ZEROS and self._zeros_may_be_routes):
                 continue
@@ -285,7 +300,7 @@ class Assembler:
     def _settle(self, sequence: RecordedSequence, judged_T: np.ndarray) -> None:
         """What depends on where a row stands: made-up rows, filler, and zero rows of a top-1 model."""
         flags_T, code_T = judged_T & ~np.uint8(CODE), judged_T & CODE
-        if self._zeros_may_be_routes:
+        if self._zeros_may_be_routes and Reason.ZEROS not in self.convention.missing:
             code_T[code_T == Reason.ZEROS] = Reason.VALID
         if self.convention.fills_inside and self._tells:
             code_T[(code_T == Reason.VALID) & (flags_T & COUNTS_UP > 0)] = Reason.FILLER

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 GROWTH = 1.125
@@ -40,4 +42,4 @@ class GrowingRows:
 
     @property
     def _width(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from routepack.arrays import to_numpy
-from routepack.checks import whole
 from routepack.errors import TraceError
 from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention
@@ -83,7 +82,7 @@ def _microbatches(records: Iterable[Any], model: ModelRouting) -> Iterable[tuple
     count: dict[tuple[int, int, int], int] = {}
     for number, record in enumerate(records):
         where = f"megatron, line {number + 1}"
-        if value_of(record, "block") == "mtp" or value_of(record, "mtp_idx") is not None:
+        if str(value_of(record, "block")) == "mtp" or value_of(record, "mtp_idx") is not None:
             continue
         step, rank, layer = (whole_of(record, name, where, default) for name, default in (("step", 0), ("rank", 0), ("layer", None)))
         occurrence = count.get((step, rank, layer), 0)
@@ -105,13 +104,14 @@ def _microbatches(records: Iterable[Any], model: ModelRouting) -> Iterable[tuple
 
 def _chosen(record: Any, where: str, model: ModelRouting) -> np.ndarray:
     ids = to_numpy(value_of(record, "top_indices"), f"{where}: top_indices")
-    top_k = value_of(record, "topk")
-    if ids.size == 0 and top_k is not None:
-        return np.empty((0, whole(f"{where}: topk", top_k, least=1, most=model.num_experts, error=TraceError)), np.int32)
-    if ids.ndim != 2 or ids.dtype.kind not in "iu" or (top_k is not None and ids.shape[1] != top_k):
-        raise TraceError(f"{where}: top_indices has shape {ids.shape} and dtype {ids.dtype}; whole numbers [tokens, topk={top_k}].")
-    if value_of(record, "num_tokens") not in (None, len(ids)):
-        raise TraceError(f"{where}: top_indices has {len(ids)} rows for num_tokens={value_of(record, 'num_tokens')}.")
+    width = ids.shape[1] if ids.ndim == 2 else 0
+    top_k, rows = whole_of(record, "topk", where, width), whole_of(record, "num_tokens", where, len(ids) if ids.ndim else 0)
+    if ids.size == 0 and rows == 0 and 1 <= top_k <= model.num_experts:
+        return np.empty((0, top_k), np.int32)
+    if ids.dtype.kind not in "iu" or ids.shape != (rows, top_k):
+        raise TraceError(
+            f"{where}: top_indices has shape {ids.shape} and dtype {ids.dtype}; whole numbers [num_tokens={rows}, topk={top_k}]."
+        )
     narrow = id_dtype(model.num_experts)
     # Lists become 64-bit numbers; ids in range fit the batch's dtype, others stay as they are, to be named in an error.
     fits = ids.size == 0 or (int(ids.min()) >= 0 and int(ids.max()) <= np.iinfo(narrow).max)

@@ -54,7 +54,7 @@ def checked_ids(ids: np.ndarray, where: str, model: ModelRouting) -> np.ndarray:
     if ids.dtype.kind not in "iu":
         raise TraceError(f"{where}: routed_experts has dtype {ids.dtype} and shape {ids.shape}; whole numbers are needed.")
     if ids.ndim == 2 and model.top_k and ids.shape[1] and ids.shape[1] % model.top_k == 0:
-        ids = ids.reshape(len(ids), -1, model.top_k)
+        ids = ids.reshape(len(ids), ids.shape[1] // model.top_k, model.top_k)
     if ids.size == 0 and ids.ndim != 3:
         return np.empty((0, model.num_layers or len(model.moe_layers or (0,)), model.top_k or 1), dtype=ids.dtype)
     if ids.ndim != 3:
@@ -117,23 +117,18 @@ def _dtype(name: Any, where: str) -> np.dtype:
     return np.dtype(name)
 
 
-def _flat_shape(
-    data: Any, dtype: np.dtype, where: str, model: ModelRouting, num_rows: int | None
-) -> tuple[int, int, int]:
-    """The shape of bytes that do not say theirs: two of rows, layers and top-k must be known."""
-    num_ids = memoryview(data).nbytes // dtype.itemsize
-    layers, top_k = model.num_layers, model.top_k
-    if layers is None and top_k and num_rows:
-        layers = num_ids // (num_rows * top_k)
-    if top_k is None and layers and num_rows:
-        top_k = num_ids // (num_rows * layers)
-    if layers and top_k and num_rows and num_ids > num_rows * layers * top_k and num_ids % (num_rows * top_k) == 0:
-        raise TraceError(
-            f"{where}: {num_ids} ids for {num_rows} rows of top-{top_k} make {num_ids // (num_rows * top_k)} layers; the model has "
-            f"num_layers={layers}: leave draft (MTP) layers out, or correct num_layers."
-        )
+def _flat_shape(data: Any, dtype: np.dtype, where: str, model: ModelRouting, num_rows: int | None) -> tuple[int, int, int]:
+    """The shape of bytes that do not say theirs. It is not guessed from *num_rows*, of which there may be one more."""
+    num_ids, layers, top_k = memoryview(data).nbytes // dtype.itemsize, model.num_layers, model.top_k
     if not layers or not top_k:
         raise TraceError(f"{where}: flat routes need num_layers and top_k of the model (they are {layers} and {top_k}).")
+    if num_rows and num_rows > 0 and num_ids > num_rows * layers * top_k and num_ids % (num_rows * top_k) == 0:
+        found = num_ids // (num_rows * top_k)
+        if num_ids != (num_rows + 1) * layers * top_k and found <= 2 * layers:
+            raise TraceError(
+                f"{where}: {num_ids} ids for {num_rows} rows of top-{top_k} make {found} layers; the model has "
+                f"num_layers={layers}: leave draft (MTP) layers out, or correct num_layers."
+            )
     return num_ids // (layers * top_k), layers, top_k
 
 

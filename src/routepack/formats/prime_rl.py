@@ -69,6 +69,8 @@ def _payload(turn: Any) -> Any:
 
 def _as_mapping(payload: Any) -> Any:
     """prime-rl's samples hold a struct of raw bytes, whatever else an object may be."""
+    if isinstance(payload, np.ndarray) or hasattr(payload, "detach"):
+        return payload
     if isinstance(value_of(payload, "data"), bytes | bytearray | str) and value_of(payload, "shape") is not None:
         names = ("data", "shape", "dtype")
         return {name: value_of(payload, name) for name in names if value_of(payload, name) is not None}

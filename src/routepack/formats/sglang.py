@@ -34,7 +34,7 @@ def load(source: Iterable[Any], model: ModelRouting, *, options: ImportOptions =
     """Responses, one a sequence; a sequence of several turns is a mapping with its responses under ``turns``.
 
     Tokens are ``meta_info``'s ``prompt_tokens`` + ``completion_tokens``; their ids, where wanted, are ``input_ids`` and
-    ``output_ids``, or ``token_ids`` of the whole sequence. Flat arrays need *model*'s num_layers or top_k.
+    ``output_ids``, or ``token_ids`` of the whole sequence. Flat arrays need *model*'s num_layers and top_k.
     """
     assembler = Assembler(model, CONVENTION, options)
     for number, record in enumerate(records_of(source, "sglang")):
