@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import zipfile
@@ -12,6 +13,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from routepack.checks import MOST
 from routepack.errors import ConfigError, TraceError
 from routepack.trace import read_tensors
 
@@ -113,15 +115,25 @@ def _member(path: str | Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) 
 
 
 def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype, Any]:
-    version = np.lib.format.read_magic(file)
-    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-    if read is None:
-        raise TraceError(f"{where} has version {version} of numpy's format; 1.0 and 2.0 are read.")
-    shape, is_fortran, dtype = read(file, max_header_size=MAX_HEADER)
+    """Shape, dtype and order of an array, from numpy's header: a Python literal, and nothing else is taken."""
+    start = file.read(8)
+    width = {b"\x93NUMPY\x01\x00": 2, b"\x93NUMPY\x02\x00": 4}.get(start)
+    if width is None:
+        raise TraceError(f"{where} is no array in versions 1.0 or 2.0 of numpy's format.")
+    size = int.from_bytes(file.read(width), "little")
+    text = file.read(size) if size <= MAX_HEADER else b""
+    if len(text) != size:
+        raise TraceError(f"{where} has a header of {size} bytes, at most {MAX_HEADER} are read: was it cut off?")
+    try:
+        header = ast.literal_eval(text.decode("latin1").strip())
+        shape, dtype = tuple(header["shape"]), np.dtype(str(header["descr"]))
+        is_fortran = bool(header["fortran_order"])
+    except (ValueError, SyntaxError, TypeError, KeyError, IndexError, MemoryError, RecursionError) as error:
+        raise TraceError(f"{where} has no header that says what it holds ({type(error).__name__}).") from error
     if dtype.hasobject or dtype.kind not in "biuf" or dtype.itemsize == 0:
         raise TraceError(f"{where} has dtype {dtype}; plain numbers are read, and no Python objects (pickles).")
-    if any(side < 0 for side in shape):
-        raise TraceError(f"{where} has shape {shape}.")
+    if not all(isinstance(side, int) and 0 <= side <= MOST for side in shape):
+        raise TraceError(f"{where} has shape {str(shape)[:80]}.")
     return shape, dtype, "F" if is_fortran else "C"
 
 
