@@ -4,8 +4,8 @@
 
 Every form runs in a process of its own: the source is built, the kernels are compiled on a small piece of it, and the
 best of three imports is reported. Peak memory is the growth of the resident set during an import, the largest of three, over
-the size of the narrowed ids; a source that is a list of base64 strings is there before and after. The bandwidth beside it is that of a
-copy of the same source with numpy, which narrows nothing and judges no row.
+the size of the narrowed ids; the source is there before and after. Beside it stands a copy of as many ids of the source's
+dtype with numpy, which narrows nothing and judges no row: what memory bandwidth alone would allow.
 """
 
 import argparse
@@ -13,13 +13,13 @@ import json
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import numpy as np
 from measuring import described, machine, measured
 
 from routepack.formats import ModelRouting, stack_module
-from routepack.formats.payloads import encoded
-from routepack.recorded import RolloutBatch
+from routepack.formats.payloads import encoded, envelope
 
 EXPERTS, LAYERS, TOP_K, ROWS = 128, 48, 8, 2000
 MODEL = ModelRouting(num_experts=EXPERTS, top_k=TOP_K, num_layers=LAYERS)
@@ -42,52 +42,76 @@ def sequences(ids, dtype, seed=0):
 
 
 def records(packed, edges, tokens, routes):
-    return [
-        {tokens: np.zeros(end - first + 1, np.int64), routes: packed[first:end]} for first, end in zip(edges, edges[1:], strict=False)
-    ]
+    return [{tokens: np.zeros(e - f + 1, np.int64), routes: packed[f:e]} for f, e in pairwise(edges)]
+
+
+def responses(packed, edges):
+    """SGLang's, base64 text of flat int32."""
+    for f, e in pairwise(edges):
+        yield {"meta_info": {"prompt_tokens": 1, "completion_tokens": int(e - f), "routed_experts": encoded(packed[f:e])}}
+
+
+def payloads(packed, edges):
+    """prime-rl's, base64 text."""
+    for f, e in pairwise(edges):
+        payload = {"data": encoded(packed[f:e]), "shape": [int(e - f), LAYERS, TOP_K], "dtype": packed.dtype.name, "start": 0}
+        yield {"num_tokens": int(e - f) + 1, "routed_experts": payload}
+
+
+def flat(packed, edges):
+    """AReaL's, rows of [layers * top_k]."""
+    for f, e in pairwise(edges):
+        yield {
+            "input_tokens": [0],
+            "output_tokens": np.zeros(e - f, np.int64),
+            "routed_experts": packed[f:e].reshape(e - f, -1),
+        }
+
+
+def envelopes(packed, edges):
+    last = np.broadcast_to(np.arange(TOP_K, dtype=packed.dtype), (1, LAYERS, TOP_K))
+    for f, e in pairwise(edges):
+        yield {"num_tokens": int(e - f) + 1, "routed_experts": envelope(np.concatenate([packed[f:e], last]))}
+
+
+def padded(packed, edges, left):
+    lengths, width = np.diff(edges), int(np.diff(edges).max()) + 1
+    ids, mask = np.zeros((len(lengths), width, LAYERS, TOP_K), packed.dtype), np.zeros((len(lengths), width), bool)
+    for s, (f, e) in enumerate(pairwise(edges)):
+        begin = width - (e - f) - 1 if left else 0
+        ids[s, begin : begin + e - f], mask[s, begin : begin + e - f + 1] = packed[f:e], True
+    return ids, mask
 
 
 def source_of(form, ids):
-    """The source, and the stack's loader with its options."""
-    dtype = {"vllm": np.uint8, "prime-rl": np.uint8, "skyrl-packed": np.uint8, "verl-jagged": np.int16, "verl-dense": np.int16,
-             "nemo-rl-tensor": np.int8, "nemo-rl-envelope": np.int8}.get(form, np.int32)  # fmt: skip
-    packed, edges = sequences(ids, dtype)
-    stack = form.removesuffix("-jagged").removesuffix("-dense").removesuffix("-tensor").removesuffix("-envelope").removesuffix("-packed")
-    load = stack_module(stack).load
-    if form in ("vllm", "prime-rl"):
-        source = records(packed, edges, "token_ids", "routed_experts")
-        if form == "prime-rl":
-            source = [r | {"routed_experts": {"data": encoded(r["routed_experts"]), "shape": list(r["routed_experts"].shape), "dtype": "uint8"}} for r in source]  # fmt: skip
-    elif form in ("slime", "miles"):
-        source = records(packed, edges, "tokens", "rollout_routed_experts")
-    elif form == "areal":
-        source = [{"input_tokens": [0], "output_tokens": np.zeros(e - f, np.int64), "routed_experts": packed[f:e].reshape(e - f, -1)}
-                  for f, e in zip(edges, edges[1:], strict=False)]  # fmt: skip
-    elif form == "sglang":
-        source = [{"meta_info": {"prompt_tokens": 1, "completion_tokens": int(e - f), "routed_experts": encoded(packed[f:e])}}
-                  for f, e in zip(edges, edges[1:], strict=False)]  # fmt: skip
-        packed = None
-    elif form == "nemo-rl-envelope":
-        batch = RolloutBatch(routed_experts_TLK=packed.view(np.uint8), cu_seqlens=edges, num_tokens_S=np.diff(edges) + 1, num_experts=EXPERTS)
-        source = stack_module("nemo-rl").export(batch, messages=True)
-    elif form in ("verl-dense", "nemo-rl-tensor"):
-        lengths, width = np.diff(edges), int(np.diff(edges).max()) + 1
-        padded = np.zeros((len(lengths), width, LAYERS, TOP_K), dtype)
-        mask = np.zeros((len(lengths), width), bool)
-        for s, (first, end) in enumerate(zip(edges, edges[1:], strict=False)):
-            begin = width - (end - first) - 1 if form == "verl-dense" else 0
-            padded[s, begin : begin + end - first], mask[s, begin : begin + end - first + 1] = packed[first:end], True
-        source = {"routed_experts": padded, "attention_mask": mask} if form == "verl-dense" else {"routed_experts": padded, "input_lengths": lengths + 1}  # fmt: skip
-    elif form == "verl-jagged":
-        source = {"routed_experts": {"values": packed, "offsets": edges}, "num_tokens": np.diff(edges) + 1}
-    elif form == "skyrl-packed":
-        source = {"rollout_expert_indices": packed, "cu_seqlens": edges, "num_tokens": np.diff(edges) + 1}
-    else:
-        source = {"routed_experts": packed, "cu_seqlens": edges, "num_tokens": np.diff(edges) + 1}
-    return source, load
+    """The source, and the stack's loader."""
+    packed, edges = sequences(ids, DTYPES.get(form, np.int32))
+    load, tokens = stack_module(STACKS.get(form, form)).load, np.diff(edges) + 1
+    if form in ("slime", "miles"):
+        return records(packed, edges, "tokens", "rollout_routed_experts"), load
+    if form == "vllm":
+        return records(packed, edges, "token_ids", "routed_experts"), load
+    streams = {"sglang": responses, "prime-rl": payloads, "areal": flat, "nemo-rl-envelope": envelopes}
+    if form in streams:
+        return list(streams[form](packed, edges)), load
+    if form in ("verl-padded", "nemo-rl-padded"):
+        whole, mask = padded(packed, edges, form == "verl-padded")
+        return {"routed_experts": whole, "attention_mask": mask} | (
+            {} if form == "verl-padded" else {"input_lengths": tokens}
+        ), load
+    if form == "verl-jagged":
+        return {"routed_experts": {"values": packed, "offsets": edges}, "num_tokens": tokens}, load
+    name = "rollout_expert_indices" if form == "skyrl-packed" else "routed_experts"
+    return {name: packed, "cu_seqlens": edges, "num_tokens": tokens}, load
 
 
-FORMS = ["slime", "miles", "arrays", "areal", "sglang", "vllm", "prime-rl", "verl-jagged", "verl-dense", "nemo-rl-tensor",
+DTYPES = {
+    "vllm": np.uint8, "prime-rl": np.uint8, "skyrl-packed": np.uint8, "verl-jagged": np.int16, "verl-padded": np.int16,
+    "nemo-rl-padded": np.int8, "nemo-rl-envelope": np.int8,
+}  # fmt: skip
+SHAPED = ("verl-jagged", "verl-padded", "nemo-rl-padded", "nemo-rl-envelope", "skyrl-packed")
+STACKS = {form: form.rpartition("-")[0] for form in SHAPED}
+FORMS = ["slime", "miles", "arrays", "areal", "sglang", "vllm", "prime-rl", "verl-jagged", "verl-padded", "nemo-rl-padded",
          "nemo-rl-envelope", "skyrl-packed"]  # fmt: skip
 
 
@@ -100,19 +124,19 @@ def one(form, ids):
         before = _resident_gib()
         with measured() as taken:
             imported = load(source, MODEL)
-        narrowed = imported.batch.routed_experts_TLK.nbytes if imported.report.copied else 0
         size = imported.batch.routed_experts_TLK.nbytes
         runs.append((taken.wall_seconds, (taken.peak_gib - before) * 2**30 / size))
-        counted, copied = imported.report.num_valid_rows * LAYERS * TOP_K, narrowed > 0
+        counted, copied = imported.report.num_valid_rows * LAYERS * TOP_K, imported.report.copied
         del imported
-    wide = np.zeros(ids, np.int32 if form in ("slime", "miles", "arrays", "areal", "sglang") else np.int16 if "verl" in form else np.uint8)
-    target, copies = np.empty_like(wide), []
+    wide = np.zeros(ids, DTYPES.get(form, np.int32))
+    target, copies = np.ones_like(wide), []
     for _ in range(4):
         start = time.perf_counter()
         np.copyto(target, wide)
         copies.append(time.perf_counter() - start)
-    print(json.dumps({"form": form, "ids": counted, "dtype": wide.dtype.name, "seconds": min(r[0] for r in runs), "copied": copied,
-                      "growth": max(r[1] for r in runs), "copy_seconds": min(copies), "source_bytes": wide.nbytes}))  # fmt: skip
+    seconds, growth = min(seconds for seconds, _ in runs), max(growth for _, growth in runs)
+    figures = {"form": form, "ids": counted, "dtype": wide.dtype.name, "seconds": seconds, "copied": copied, "growth": growth}
+    print(json.dumps(figures | {"copy_seconds": min(copies)}))
 
 
 def _resident_gib():

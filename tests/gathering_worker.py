@@ -2,6 +2,7 @@
 
 import pickle
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,10 +35,7 @@ def window(seed=0):
     """A window in which some sequences lost most of their rows."""
     batch = synthetic_batch(num_sequences=23, num_layers=3, num_experts=16, top_k=2, max_length=64, seed=seed)
     lost = np.isin(np.repeat(np.arange(23), np.diff(batch.cu_seqlens)), [3, 11, 22])
-    return RolloutBatch(
-        routed_experts_TLK=batch.routed_experts_TLK, cu_seqlens=batch.cu_seqlens, num_tokens_S=batch.num_tokens_S, num_experts=16,
-        layer_ids_L=[1, 2, 5], valid_T=~lost, group_S=batch.group_S,
-    )  # fmt: skip
+    return replace(batch, layer_ids_L=[1, 2, 5], valid_T=~lost, token_fields={}, sequence_fields={})
 
 
 def cases(rank, ranks):
@@ -51,7 +49,7 @@ def cases(rank, ranks):
     if rank == 1:
         ids = bad.routed_experts_TLK.copy()
         ids[0, 0, 0] = 200
-        bad = RolloutBatch(routed_experts_TLK=ids, cu_seqlens=bad.cu_seqlens, num_tokens_S=bad.num_tokens_S, num_experts=16, layer_ids_L=[1, 2, 5])
+        bad = replace(bad, routed_experts_TLK=ids)
     yield "a bad id on one rank", bad, None
     other = synthetic_batch(num_sequences=4, num_layers=3 + (rank == 1), num_experts=16, max_length=32)
     yield "another model on one rank", other, None
@@ -61,7 +59,9 @@ def cases(rank, ranks):
 
 def main():
     folder, rank, ranks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
     results, sent = {}, []
     plain = distributed.gather_bytes
 

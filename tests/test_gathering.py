@@ -25,10 +25,8 @@ def results(request, tmp_path_factory):
     folder, ranks = tmp_path_factory.mktemp("gathering"), request.param
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent / 'src'}"}
     command = [sys.executable, str(HERE / "gathering_worker.py"), str(folder)]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(ranks)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(ranks)
-    ]  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen([*command, str(rank), str(ranks)], env=environment, **pipes) for rank in range(ranks)]
     try:
         outputs = [process.communicate(timeout=200)[0] for process in processes]
     finally:

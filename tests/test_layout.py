@@ -71,7 +71,7 @@ def test_zigzag_gives_every_rank_a_piece_from_either_end(packing):
 
 @given(packings())
 def test_zigzag_evens_out_causal_attention(packing):
-    lengths, degree, _, _ = packing
+    _, degree, _, _ = packing
     size = 2 * degree * 8
     whole = packed_layout(np.array([size]))
     work = [int(ZigzagSlices(degree).places(whole, rank).sum()) for rank in range(degree)]
@@ -117,7 +117,9 @@ def test_fewer_routes_than_tokens_are_refused():
         lay_out_routes(np.zeros((7, LAYERS, TOP_K), np.uint8), layout, placement(), 4)
 
 
-@pytest.mark.parametrize(("top_k", "ranks", "message"), [(17, 4, "top_k=17"), (4, 3, "does not divide"), (4, 0, "does not divide")])
+@pytest.mark.parametrize(
+    ("top_k", "ranks", "message"), [(17, 4, "top_k=17"), (4, 3, "does not divide"), (4, 0, "does not divide")]
+)
 def test_filler_that_cannot_be_distinct_or_even_is_refused(top_k, ranks, message):
     with pytest.raises(ConfigError, match=message):
         spread_routes(np.arange(3), top_k, placement(), ranks)

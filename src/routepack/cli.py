@@ -131,15 +131,28 @@ def check(layers: Layers) -> None:
 
 @app.command()
 def convert(
-    stack: Annotated[str, typer.Option("--from", metavar="STACK", help="vllm, sglang, verl, slime, miles, nemo-rl, prime-rl, verifiers, areal, skyrl, megatron or arrays.")],
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A .jsonl, .npz or .safetensors file, or a folder of .jsonl files.")],
+    stack: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="STACK",
+            help="vllm, sglang, verl, slime, miles, nemo-rl, prime-rl, verifiers, areal, skyrl, megatron or arrays.",
+        ),
+    ],
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A .jsonl, .npz or .safetensors file, or a folder of .jsonl files.")
+    ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The routepack.trace/1 file to write.")],
     model_config: Annotated[Path | None, typer.Option(help="The model's config.json: experts, top-k, layers.")] = None,
     num_experts: Annotated[int | None, typer.Option(help="Logical routed experts; wins over the config.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Experts a token; flat payloads need it.")] = None,
     num_layers: Annotated[int | None, typer.Option(help="Decoder layers, draft layers left out.")] = None,
-    moe_layers: Annotated[str | None, typer.Option(metavar="1-26,28", help="Layers with a router; else those that route.")] = None,
-    policy: Annotated[str, typer.Option(help="strict: bad routing is an error; lenient: mask, count and report it.")] = "strict",
+    moe_layers: Annotated[
+        str | None, typer.Option(metavar="1-26,28", help="Layers with a router; else those that route.")
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="strict: bad routing is an error; lenient: mask, count and report it.")
+    ] = "strict",
     merge: Annotated[str | None, typer.Option(help="Rows that turns recorded differently: keep_first or keep_last.")] = None,
     require: Annotated[bool, typer.Option("--require", help="Every sequence must have routes.")] = False,
     max_missing_share: Annotated[float, typer.Option(help="Largest share of rows that may be masked.")] = 0.5,
@@ -150,7 +163,9 @@ def convert(
     from routepack.formats import ImportOptions
     from routepack.formats import convert as convert_file
 
-    options: dict[str, Any] = {"options": ImportOptions(policy=policy, merge=merge, require=require, max_missing_share=max_missing_share)}
+    options: dict[str, Any] = {
+        "options": ImportOptions(policy=policy, merge=merge, require=require, max_missing_share=max_missing_share)
+    }
     if veomni:
         if stack != "verl":
             raise ConfigError(f"--veomni is for --from verl, not {stack}.")

@@ -46,7 +46,9 @@ def collect_demand(
     shapes = _checked([np.frombuffer(header, dtype=np.int64) for header in headers], error)
     payload = b"" if demand is None else pack_counts(demand, coverage_S, positions_S, shapes[0].itemsize)
     parts = [
-        _unpack(part, shape) for part, shape in zip(gather_bytes(payload, device=device), shapes, strict=True) if shape.sequences
+        _unpack(part, shape)
+        for part, shape in zip(gather_bytes(payload, device=device), shapes, strict=True)
+        if shape.sequences
     ]
     return _window(collector, parts, shapes)
 
@@ -94,8 +96,8 @@ def _checked(headers: list[np.ndarray], error: RoutePackError | None) -> list[_S
         mine, others = (shape.layers, shape.experts, shape.top_k), (first.layers, first.experts, first.top_k)
         if shape.sequences and (mine != others or shape.layer_ids != first.layer_ids or shape.placed != first.placed):
             raise TraceError(
-                f"rank {rank} recorded {mine} [layers, experts, top_k], another rank {others}, or other layers, or positions are "
-                "given on some ranks only: all must record one model."
+                f"rank {rank} recorded {mine} [layers, experts, top_k], another rank {others}, or other layers, or positions "
+                "are given on some ranks only: all must record one model."
             )
     itemsize = max(shape.itemsize for shape in shapes)
     for shape in shapes:
@@ -116,7 +118,9 @@ def _window(collector: RoutingDemandCollector, parts: list[list[np.ndarray]], sh
     order_S = np.arange(len(length_S))
     if shapes[0].placed:
         if sorted(position_S.tolist()) != order_S.tolist():
-            raise TraceError(f"positions_S of all ranks must be 0 .. {len(order_S) - 1}, each once; rank {this_rank()} sees others.")
+            raise TraceError(
+                f"positions_S of all ranks must be 0 .. {len(order_S) - 1}, each once; rank {this_rank()} sees others."
+            )
         order_S = np.argsort(position_S)
     has_groups = all(shape.has_groups for shape in shapes)
     window = RoutingDemand(

@@ -77,7 +77,9 @@ def lay_out(value_n: np.ndarray, layout: Layout, fill: Any = 0) -> np.ndarray:
     padded_n = layout.source_n == PADDING
     wanted = int(layout.source_n.max(initial=PADDING)) + 1
     if len(value_n) < wanted:
-        raise TraceError(f"{len(value_n)} packed tokens do not fill a layout of {wanted}: lay out tokens and routes of one packing.")
+        raise TraceError(
+            f"{len(value_n)} packed tokens do not fill a layout of {wanted}: lay out tokens and routes of one packing."
+        )
     dtype = _common_dtype(value_n.dtype, fill) if padded_n.any() else value_n.dtype
     result = np.empty((len(padded_n), *value_n.shape[1:]), dtype=dtype)
     result[~padded_n] = value_n[layout.source_n[~padded_n]]
@@ -112,9 +114,7 @@ def spread_routes(ordinal_n: np.ndarray, top_k: int, placement: ExpertPlacement,
     return placement.physical_to_logical_LP[:, slot_nK].transpose(1, 0, 2)
 
 
-def lay_out_routes(
-    routed_experts_nLK: np.ndarray, layout: Layout, placement: ExpertPlacement, num_ranks: int
-) -> np.ndarray:
+def lay_out_routes(routed_experts_nLK: np.ndarray, layout: Layout, placement: ExpertPlacement, num_ranks: int) -> np.ndarray:
     """[n, L, K]: routes in the layout's places, and :func:`spread_routes` where it has no token.
 
     Args:
@@ -156,9 +156,9 @@ class ContiguousSlices(ContextSlices):
 
 
 class ZigzagSlices(ContextSlices):
-    """Each sequence in twice as many pieces as ranks, of which rank r holds the r-th from either end: causal attention evens out.
+    """Each sequence in twice as many pieces as ranks, of which rank r holds the r-th from either end.
 
-    Padding after the last sequence counts as one more.
+    Causal attention evens out that way. Padding after the last sequence counts as one more.
     """
 
     def places(self, layout: Layout, rank: int) -> np.ndarray:
@@ -168,8 +168,8 @@ class ZigzagSlices(ContextSlices):
         size_S = np.diff(edges)
         if (size_S % pieces).any():
             raise ConfigError(
-                f"sequences of {size_S[size_S % pieces > 0][0]} places do not divide into {pieces} pieces: pad_sequences_to={pieces}, "
-                f"and pad_to_multiple_of a multiple of it."
+                f"sequences of {size_S[size_S % pieces > 0][0]} places do not divide into {pieces} pieces: "
+                f"pad_sequences_to={pieces}, and pad_to_multiple_of a multiple of it."
             )
         parts = [
             np.arange(first + size * piece // pieces, first + size * (piece + 1) // pieces)

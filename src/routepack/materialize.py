@@ -163,9 +163,7 @@ def _padded(microbatch: Microbatch, plan: Plan, rank: int, multiple: int) -> Mic
         return microbatch
     fed_S = np.diff(microbatch.cu_seqlens)
     layout = packed_layout(fed_S, pad_to_multiple_of=multiple, first_ordinal=rank * padding)
-    routes_nLK = lay_out_routes(
-        microbatch.routed_experts_nLK, layout, plan.placement, plan.topology.expert_parallel_degree
-    )
+    routes_nLK = lay_out_routes(microbatch.routed_experts_nLK, layout, plan.placement, plan.topology.expert_parallel_degree)
     return Microbatch(
         sequences_S=microbatch.sequences_S,
         cu_seqlens=microbatch.cu_seqlens,

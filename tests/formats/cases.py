@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from forms import BASE64, NAMES, PADDED, PROMPT, RECORDS, TENSORS, Window
+from forms import NAMES, PADDED, TENSORS, Window
 
 LAYERS, TOP_K, TOKENS, WRONG = 4, 2, (13, 24, 17), 1
 
@@ -32,7 +32,10 @@ def routes(rows, *, num_experts=32, layers=LAYERS, top_k=TOP_K, seed=0):
 
 def plain(*, last=0, **options):
     """Rows for all tokens but the last, or for all."""
-    return Window(ids=[routes(n - 1 + last, seed=n, **{k: v for k, v in options.items() if k != "dtype"}) for n in TOKENS], tokens=list(TOKENS))
+    return Window(
+        ids=[routes(n - 1 + last, seed=n, **{k: v for k, v in options.items() if k != "dtype"}) for n in TOKENS],
+        tokens=list(TOKENS),
+    )
 
 
 @dataclass(frozen=True)

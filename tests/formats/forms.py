@@ -11,9 +11,9 @@ NAMES = [
     "vllm", "sglang", "verl-padded", "verl-jagged", "verl-veomni", "slime", "miles", "nemo-rl-padded", "nemo-rl-envelope",
     "prime-rl", "verifiers-nodes", "areal", "skyrl-padded", "skyrl-records", "megatron", "arrays-npz", "arrays-jsonl",
 ]  # fmt: skip
+STACKS = ("nemo-rl", "prime-rl", "vllm", "sglang", "verl", "slime", "miles", "areal", "skyrl", "megatron", "arrays")
 STACK_OF = {"verifiers-nodes": "verifiers"} | {
-    name: next(s for s in ("nemo-rl", "prime-rl", "vllm", "sglang", "verl", "slime", "miles", "areal", "skyrl", "megatron", "arrays") if name.startswith(s))
-    for name in NAMES if name != "verifiers-nodes"
+    name: next(stack for stack in STACKS if name.startswith(stack)) for name in NAMES if name != "verifiers-nodes"
 }  # fmt: skip
 PADDED = ("verl-padded", "nemo-rl-padded", "skyrl-padded")
 TENSORS = (*PADDED, "verl-jagged", "verl-veomni", "arrays-npz")
@@ -108,7 +108,7 @@ _verl_veomni = _verl_jagged
 def _slime(ids, tokens, window):
     if window.turns:
         return [
-            {"tokens": np.arange(n), "turns": [{"routed_experts": part, "routed_experts_start_len": start} for start, part, _ in turns]}
+            {"tokens": np.arange(n), "turns": [{"routed_experts": p, "routed_experts_start_len": s} for s, p, _ in turns]}
             for n, turns in zip(tokens, window.turns, strict=True)
         ]  # fmt: skip
     return [{"tokens": np.arange(n), "rollout_routed_experts": one} for n, one in zip(tokens, ids, strict=True)]
@@ -132,9 +132,16 @@ def _nemo_rl_envelope(ids, tokens, window):
         if one is not None:
             ends = start + len(one) == n - 1
             wide = np.asarray(one).astype(window.dtype)
-            routes = envelope(np.concatenate([wide, filler(one.shape[2], one.shape[1])[None].astype(window.dtype)]) if ends else wide)
+            routes = envelope(
+                np.concatenate([wide, filler(one.shape[2], one.shape[1])[None].astype(window.dtype)]) if ends else wide
+            )
         prompt = np.arange(min(PROMPT, n))
-        return {"prompt_token_ids": prompt, "generation_token_ids": np.arange(n - len(prompt)), "routed_experts": routes, "start": start}
+        return {
+            "prompt_token_ids": prompt,
+            "generation_token_ids": np.arange(n - len(prompt)),
+            "routed_experts": routes,
+            "start": start,
+        }
 
     if window.turns:
         return [{"turns": [message(n, part, start) for start, part, n in turns]} for turns in window.turns]
@@ -151,7 +158,8 @@ def _prime_rl(ids, tokens, window):
             {"num_tokens": n, "turns": [_payload(np.asarray(part).astype(window.dtype), start) for start, part, _ in turns]}
             for n, turns in zip(tokens, window.turns, strict=True)
         ]
-    return [{"token_ids": np.arange(n), "routed_experts": None if one is None else _payload(one)} for n, one in zip(tokens, ids, strict=True)]  # fmt: skip
+    payloads = [None if one is None else _payload(one) for one in ids]
+    return [{"token_ids": np.arange(n), "routed_experts": payload} for n, payload in zip(tokens, payloads, strict=True)]
 
 
 def _verifiers_nodes(ids, tokens, window):
@@ -213,4 +221,6 @@ def _arrays_npz(ids, tokens, window):
 
 
 def _arrays_jsonl(ids, tokens, window):
-    return [{"num_tokens": n, "routed_experts": None if one is None else one.tolist()} for n, one in zip(tokens, ids, strict=True)]
+    return [
+        {"num_tokens": n, "routed_experts": None if one is None else one.tolist()} for n, one in zip(tokens, ids, strict=True)
+    ]

@@ -87,7 +87,9 @@ def test_cell(case, form):
     if outcome in ("refused", "error"):
         with pytest.raises(TraceError, match=case.message) as strict:
             imported(form, scene)
-        assert outcome == "error" or re.search("(sequence|response) [01]|rows are no routes|3 of 3 sequences", str(strict.value))
+        assert outcome == "error" or re.search(
+            "(sequence|response) [01]|rows are no routes|3 of 3 sequences", str(strict.value)
+        )
         if outcome == "error":
             with pytest.raises(TraceError, match=case.message):
                 imported(form, scene, policy="lenient")
@@ -127,7 +129,10 @@ def test_only_real_rows_take_memory(form):
     batch = imported(form, scene).batch
     rows = sum(scene.window.tokens)
     assert rows - 3 <= len(batch.routed_experts_TLK) <= rows
-    assert batch.routed_experts_TLK.nbytes == len(batch.routed_experts_TLK) * cases.LAYERS * cases.TOP_K * batch.routed_experts_TLK.itemsize
+    assert (
+        batch.routed_experts_TLK.nbytes
+        == len(batch.routed_experts_TLK) * cases.LAYERS * cases.TOP_K * batch.routed_experts_TLK.itemsize
+    )
 
 
 @pytest.mark.parametrize("form", ["vllm", "sglang", "slime", "miles", "prime-rl", "nemo-rl-envelope", "areal"])
@@ -175,4 +180,9 @@ def test_a_payload_that_was_cut_off_is_an_error(form):
         else:
             source[1]["routed_experts"] = source[1]["routed_experts"][:-cut]
         with pytest.raises(TraceError):
-            formats.load(forms.STACK_OF[form], source, scene.window.routing(), options=ImportOptions(policy="lenient", max_missing_share=1.0))
+            formats.load(
+                forms.STACK_OF[form],
+                source,
+                scene.window.routing(),
+                options=ImportOptions(policy="lenient", max_missing_share=1.0),
+            )

@@ -165,7 +165,11 @@ def test_prime_rl_1807_a_copied_boundary_row_counts_for_nothing():
 
 def test_areal_histories_are_told_apart_without_versions():
     ids = routes(11)
-    record = {"input_tokens": [0] * 4, "output_tokens": [0] * 8, "routed_experts": np.concatenate([ids[:6], ids]).reshape(17, -1)}
+    record = {
+        "input_tokens": [0] * 4,
+        "output_tokens": [0] * 8,
+        "routed_experts": np.concatenate([ids[:6], ids]).reshape(17, -1),
+    }
     batch = formats.load("areal", [record], MODEL).batch
     assert np.array_equal(batch.routed_experts_TLK, ids)
 
@@ -177,7 +181,10 @@ def test_areal_three_histories_need_their_versions_or_the_last():
     with pytest.raises(TraceError, match="neither versions nor their size tell apart"):
         formats.load("areal", [record], MODEL)
     versions = record | {"output_versions": [0, 0, 1, 1, 1, 2, 2, 2]}
-    for one in (formats.load("areal", [versions], MODEL), formats.load("areal", [record], MODEL, options=ImportOptions(merge="keep_last"))):
+    for one in (
+        formats.load("areal", [versions], MODEL),
+        formats.load("areal", [record], MODEL, options=ImportOptions(merge="keep_last")),
+    ):
         assert np.array_equal(one.batch.routed_experts_TLK, ids)
 
 
@@ -222,7 +229,9 @@ def test_sglang_newer_versions_say_their_dtype():
 
 def test_RL_3327_require_names_how_many_lack_routes():
     records = [{"num_tokens": 6, "routed_experts": routes(5)}, {"num_tokens": 4}, {"num_tokens": 3}]
-    with pytest.raises(TraceError, match=r"2 of 3 sequences have no recorded routes: start the engine with enable_return_routed"):
+    with pytest.raises(
+        TraceError, match=r"2 of 3 sequences have no recorded routes: start the engine with enable_return_routed"
+    ):
         formats.load("vllm", records, MODEL, options=ImportOptions(require=True))
     report = formats.load("vllm", records, MODEL).report
     assert report.without_routes == 2
@@ -231,7 +240,11 @@ def test_RL_3327_require_names_how_many_lack_routes():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"policy": "loose"}, "policy='loose'"), ({"merge": "last"}, "merge='last'"), ({"max_missing_share": 2.0}, "max_missing_share=2.0")],
+    [
+        ({"policy": "loose"}, "policy='loose'"),
+        ({"merge": "last"}, "merge='last'"),
+        ({"max_missing_share": 2.0}, "max_missing_share=2.0"),
+    ],
 )
 def test_unknown_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
@@ -299,7 +312,7 @@ bench.one(sys.argv[1], 6_000_000)
 """
 
 
-@pytest.mark.parametrize("form", ["slime", "sglang", "verl-dense"])
+@pytest.mark.parametrize("form", ["slime", "sglang", "verl-padded"])
 def test_an_import_takes_little_more_memory_than_its_result(form):
     run = subprocess.run(
         [sys.executable, "-c", MEMORY, form], cwd=ROOT, capture_output=True, text=True, timeout=250,

@@ -12,7 +12,8 @@ from routepack.types import RolloutBatch
 
 EXPORTS = [
     ("vllm", {}), ("sglang", {}), ("verl", {}), ("verl", {"dense": True}), ("slime", {}), ("miles", {}), ("nemo-rl", {}),
-    ("nemo-rl", {"messages": True}), ("prime-rl", {}), ("verifiers", {}), ("areal", {}), ("skyrl", {}), ("skyrl", {"packed": True}),
+    ("nemo-rl", {"messages": True}), ("prime-rl", {}), ("verifiers", {}), ("areal", {}), ("skyrl", {}),
+    ("skyrl", {"packed": True}),
     ("megatron", {}), ("arrays", {}), ("arrays", {"records": True}),
 ]  # fmt: skip
 NO_HOLES = ("slime", "megatron")
@@ -54,7 +55,9 @@ def valid_rows(batch, last=False):
 def test_what_is_exported_comes_back(stack, form, data):
     batch = data.draw(batches(holes=stack not in NO_HOLES))
     module = formats.stack_module(stack)
-    model = ModelRouting(num_experts=batch.num_experts, top_k=batch.top_k, num_layers=batch.num_layers, moe_layers=range(batch.num_layers))
+    model = ModelRouting(
+        num_experts=batch.num_experts, top_k=batch.top_k, num_layers=batch.num_layers, moe_layers=range(batch.num_layers)
+    )
     back = module.load(module.export(batch, **form), model, options=ImportOptions(max_missing_share=1.0)).batch
     # Megatron's lines know rows, not tokens.
     assert valid_rows(back, last=stack == "megatron") == valid_rows(batch, last=stack == "megatron")
@@ -65,7 +68,9 @@ def test_what_is_exported_comes_back(stack, form, data):
 @pytest.mark.parametrize("stack", NO_HOLES)
 def test_a_hole_that_a_form_cannot_say_is_an_error(stack):
     ids = np.tile(np.array([2, 3]), (4, 3, 1))
-    batch = RolloutBatch(routed_experts_TLK=ids, cu_seqlens=[0, 4], num_tokens_S=[5], num_experts=8, valid_T=[True, False, True, True])
+    batch = RolloutBatch(
+        routed_experts_TLK=ids, cu_seqlens=[0, 4], num_tokens_S=[5], num_experts=8, valid_T=[True, False, True, True]
+    )
     with pytest.raises(TraceError, match="sequence 0, row 1 was not recorded, which this form cannot say"):
         formats.stack_module(stack).export(batch)
 

@@ -92,7 +92,7 @@ def member(header, data=b""):
 def test_hostile_headers_are_refused_without_their_memory(tmp_path, header):
     (tmp_path / "a.npz").write_bytes(member(header, b"\0" * 36))
     tracemalloc.start()
-    with pytest.raises(TraceError, match="a.npz"):
+    with pytest.raises(TraceError, match=r"a\.npz"):
         read("arrays", tmp_path / "a.npz", MODEL)
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
@@ -102,7 +102,7 @@ def test_an_oversized_header_is_refused(tmp_path):
     text = ("{'descr': '|u1', 'fortran_order': False, 'shape': (1,), }" + " " * 200_000 + "\n").encode()
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("routed_experts.npy", b"\x93NUMPY\x02\x00" + struct.pack("<I", len(text)) + text + b"\0")
-    with pytest.raises(TraceError, match="a.npz"):
+    with pytest.raises(TraceError, match=r"a\.npz"):
         read("arrays", tmp_path / "a.npz", MODEL)
 
 
@@ -146,7 +146,7 @@ def test_a_truncated_safetensors_is_refused(tmp_path, cut):
     save_file(ARRAYS, tmp_path / "a.safetensors")
     whole = (tmp_path / "a.safetensors").read_bytes()
     (tmp_path / "a.safetensors").write_bytes(whole[:-cut])
-    with pytest.raises(TraceError, match="a.safetensors"):
+    with pytest.raises(TraceError, match=r"a\.safetensors"):
         read("arrays", tmp_path / "a.safetensors", MODEL)
 
 
@@ -158,7 +158,10 @@ def test_a_truncated_safetensors_is_refused(tmp_path, cut):
         ("[" * 100_000, "line 2 is no JSON"),
         ('{"num_tokens": 1e400, "routed_experts": []}', "num_tokens"),
         ('{"num_tokens": 5, "routed_experts": [[[1, 2]], [[1]]]}', "routed_experts"),
-        ('{"num_tokens": 5, "routed_experts": {"data": "AAAA", "shape": [1000000000000, 1, 1], "dtype": "uint8"}}', "was it cut off|Was it cut off"),
+        (
+            '{"num_tokens": 5, "routed_experts": {"data": "AAAA", "shape": [1000000000000, 1, 1], "dtype": "uint8"}}',
+            "was it cut off|Was it cut off",
+        ),
         ('{"num_tokens": 5, "routed_experts": {"data": "AAAA", "shape": [3, 1, 1], "dtype": "object"}}', "dtype 'object'"),
         ('{"num_tokens": 5, "routed_experts": "nrlre1:int8:99999999999x9x9:AAAA"}', "Was it cut off"),
         ('{"num_tokens": 5, "routed_experts": "nrlre1:int8:-1x9x9:AAAA"}', "reads <S>x<L>x<K>"),
@@ -175,8 +178,20 @@ def test_bad_lines_are_named(tmp_path, line, message):
 def test_a_claimed_length_takes_no_memory():
     from routepack import formats
 
-    record = {"meta_info": {"prompt_tokens": 2**40, "completion_tokens": 5, "routed_experts": formats.payloads.encoded(IDS.astype(np.int32))}}
-    other = {"meta_info": {"prompt_tokens": 5, "completion_tokens": 5, "routed_experts": formats.payloads.encoded(IDS.astype(np.int32))}}
+    record = {
+        "meta_info": {
+            "prompt_tokens": 2**40,
+            "completion_tokens": 5,
+            "routed_experts": formats.payloads.encoded(IDS.astype(np.int32)),
+        }
+    }
+    other = {
+        "meta_info": {
+            "prompt_tokens": 5,
+            "completion_tokens": 5,
+            "routed_experts": formats.payloads.encoded(IDS.astype(np.int32)),
+        }
+    }
     result = formats.load("sglang", [record, other], MODEL, options=ImportOptions(policy="lenient", max_missing_share=1.0))
     assert result.report.problems == {"hardly any rows: routes dropped": 1}
     assert len(result.batch.routed_experts_TLK) == 9
@@ -185,7 +200,10 @@ def test_a_claimed_length_takes_no_memory():
 def test_progress_counts_bytes(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"a": 2}\n')
     seen = []
-    assert [record["a"] for record in open_source(tmp_path / "a.jsonl", lambda done, total: seen.append((done, total)))] == [1, 2]
+    assert [record["a"] for record in open_source(tmp_path / "a.jsonl", lambda done, total: seen.append((done, total)))] == [
+        1,
+        2,
+    ]
     assert seen == [(9, 19), (10, 19), (19, 19)]
 
 
@@ -199,5 +217,5 @@ def test_a_folder_is_read_in_name_order(tmp_path):
     assert batch.routed_experts_TLK[:, 0, 0].tolist() == [0, 1]
     assert batch.layer_ids_L.tolist() == [3]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(TraceError, match="no .jsonl files"):
+    with pytest.raises(TraceError, match=r"no \.jsonl files"):
         read("megatron", tmp_path / "empty", MODEL)

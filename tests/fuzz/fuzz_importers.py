@@ -14,9 +14,11 @@ Needs atheris (``pip install atheris``), which no other part of RoutePack does. 
 
 import argparse
 import collections
+import contextlib
 import json
 import math
 import os
+import random
 import sys
 import time
 import zipfile
@@ -26,7 +28,12 @@ import atheris
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
-with atheris.instrument_imports(include=["routepack.formats"], exclude=["routepack.formats._kernels"]):
+BLIND = "--blind" in sys.argv
+with (
+    contextlib.nullcontext()
+    if BLIND
+    else atheris.instrument_imports(include=["routepack.formats"], exclude=["routepack.formats._kernels"])
+):
     import forms
 
     from routepack import formats
@@ -69,7 +76,11 @@ def window_of(data):
         if rows is None:
             window.ids.append(None)
             continue
-        first = np.frombuffer(data.ConsumeBytes(rows * layers).ljust(rows * layers, b"\5"), np.uint8).reshape(rows, layers, 1).astype(np.int64)
+        first = (
+            np.frombuffer(data.ConsumeBytes(rows * layers).ljust(rows * layers, b"\5"), np.uint8)
+            .reshape(rows, layers, 1)
+            .astype(np.int64)
+        )
         stride = 1 if experts < 5 else 1 + data.ConsumeIntInRange(0, (experts - 1) // top_k - 1)
         ids = (first * 7 + np.arange(top_k) * stride) % experts
         for _ in range(data.ConsumeIntInRange(0, 3) if rows else 0):
@@ -184,7 +195,9 @@ def check_sequence(s, rows, valid, window, form, report, batch):
             telling = len(kept) * math.log2(math.perm(batch.num_experts, batch.top_k)) >= 64
             # A top-1 model's zero rows may be routes to expert 0 or none; the stacks that leave zeros get them masked.
             unsure = batch.top_k == 1 and not delivered[t].any()
-            assert unsure or (made_up and (last or telling)), f"row {t} of sequence {s}, {delivered[t].tolist()}, was not counted"
+            assert unsure or (made_up and (last or telling)), (
+                f"row {t} of sequence {s}, {delivered[t].tolist()}, was not counted"
+            )
 
 
 def one_input(form):
@@ -202,7 +215,9 @@ def one_input(form):
         if all(ids is None for ids in window.ids) or not representable:
             if form != "megatron":
                 return
-            window.ids = [np.zeros((0, window.model["num_layers"], window.model["top_k"]), int) if i is None else i for i in window.ids]
+            window.ids = [
+                np.zeros((0, window.model["num_layers"], window.model["top_k"]), int) if i is None else i for i in window.ids
+            ]
             window.tokens = [len(ids) for ids in window.ids]
         # Forms of unsigned numbers cannot hold -1; they hold what it wraps to, which is what such a stack would send.
         wide = window.num_experts > 256 or form not in ("vllm", "prime-rl", "verifiers-nodes")
@@ -210,7 +225,9 @@ def one_input(form):
         source, extra = forms.build(form, window)
         model = window.routing()
         if data.ConsumeIntInRange(0, 3) == 0:
-            model = ModelRouting(num_experts=window.num_experts, top_k=model.top_k if form in ("areal", "sglang", "arrays-npz") else None)
+            model = ModelRouting(
+                num_experts=window.num_experts, top_k=model.top_k if form in ("areal", "sglang", "arrays-npz") else None
+            )
         is_tampered = data.ConsumeIntInRange(0, 1) == 1
         if is_tampered:
             source = tampered(source, data)
@@ -251,7 +268,12 @@ def file_input(kind):
             else:
                 content[place:place] = data.ConsumeBytes(data.ConsumeIntInRange(0, 20))
         path.write_bytes(content)
-        finish(lambda: load(open_source(path), model, options=ImportOptions(policy="lenient", max_missing_share=1.0)), None, kind, True)
+        finish(
+            lambda: load(open_source(path), model, options=ImportOptions(policy="lenient", max_missing_share=1.0)),
+            None,
+            kind,
+            True,
+        )
 
     return run
 
@@ -270,7 +292,10 @@ def good_file(kind, path):
 
         save_file(arrays, path)
     else:
-        records = [{"num_tokens": 5, "routed_experts": ids[:4].tolist()}, {"token_ids": [1, 2, 3], "routed_experts": ids[:2].tolist()}]
+        records = [
+            {"num_tokens": 5, "routed_experts": ids[:4].tolist()},
+            {"token_ids": [1, 2, 3], "routed_experts": ids[:2].tolist()},
+        ]
         path.write_text("\n".join(map(json.dumps, records)))
     return path.read_bytes()
 
@@ -281,6 +306,7 @@ def main():
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--runs", type=int, default=-1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--blind", action="store_true", help="Random inputs without coverage: several times as many a second.")
     parser.add_argument("--corpus", type=Path, help="A folder of inputs to go on from, which grows.")
     parser.add_argument("--list", action="store_true")
     arguments = parser.parse_args()
@@ -292,16 +318,34 @@ def main():
 
     def until_time_is_up(raw):
         target(raw)
-        done = COUNTS["inputs"] == arguments.runs or (COUNTS["inputs"] % 64 == 0 and time.monotonic() - start > arguments.seconds)
+        done = COUNTS["inputs"] == arguments.runs or (
+            COUNTS["inputs"] % 64 == 0 and time.monotonic() - start > arguments.seconds
+        )
         if done:
             # libFuzzer leaves without Python's ordinary way out.
             print(json.dumps({"form": arguments.form, "seconds": round(time.monotonic() - start, 1), **COUNTS}), flush=True)
             clean_up()
             os._exit(0)
 
+    if arguments.blind:
+        source = random.Random(arguments.seed)
+        while True:
+            raw = source.randbytes(source.randint(8, 100))
+            try:
+                until_time_is_up(raw)
+            except BaseException:
+                print(f"input: {raw.hex()}", flush=True)
+                raise
     if arguments.corpus:
         arguments.corpus.mkdir(parents=True, exist_ok=True)
-    options = [*([str(arguments.corpus)] if arguments.corpus else []), "-max_len=160", f"-seed={arguments.seed}", "-verbosity=0", "-rss_limit_mb=4096", "-timeout=60"]
+    options = [
+        *([str(arguments.corpus)] if arguments.corpus else []),
+        "-max_len=160",
+        f"-seed={arguments.seed}",
+        "-verbosity=0",
+        "-rss_limit_mb=4096",
+        "-timeout=60",
+    ]
     atheris.Setup([sys.argv[0], *options], until_time_is_up)
     atheris.Fuzz()
 

@@ -7,6 +7,7 @@ context, and AReaL appends those: the array is then several histories, end to en
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of, sequence_records
 from routepack.formats.fields import flat_array, records_of, token_array, value_of
-from routepack.formats.importing import Imported, ImportOptions
+from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import checked_ids, decoded
 from routepack.formats.routing import ModelRouting
 from routepack.formats.travelling import travelling
@@ -29,7 +30,7 @@ CONVENTION = Convention(
 )  # fmt: skip
 
 
-def load(source: Iterable[Any], model: ModelRouting, *, options: ImportOptions = ImportOptions()) -> Imported:
+def load(source: Iterable[Any], model: ModelRouting, *, options: ImportOptions = STRICT) -> Imported:
     """Responses with ``input_tokens``, ``output_tokens``, ``routed_experts``, and ``output_versions`` where there are any.
 
     Histories after interrupts are told apart by the versions, or, where there are two, by their number of rows. With
@@ -77,11 +78,11 @@ def _histories(
         return [Segment(ids_TLK=ids_TLK)]
     if not prompt - 1 <= sizes[0] <= complete:
         raise TraceError(
-            f"{where} has {rows} recorded rows for {prompt + output} tokens: histories after interrupts, which neither versions "
-            "nor their size tell apart. merge=keep_last reads the last one alone."
+            f"{where} has {rows} recorded rows for {prompt + output} tokens: histories after interrupts, which neither "
+            "versions nor their size tell apart. merge=keep_last reads the last one alone."
         )
     edges = np.cumsum([0, *sizes]).tolist()
-    return [Segment(ids_TLK=ids_TLK[first:end]) for first, end in zip(edges[:-1], edges[1:], strict=True)]
+    return [Segment(ids_TLK=ids_TLK[first:end]) for first, end in pairwise(edges)]
 
 
 def _interrupts(versions: np.ndarray, output: int) -> list[int]:

@@ -260,8 +260,8 @@ class Assembler:
     def _differing(self, rows: int, start: int) -> None:
         if self.options.merge is None:
             self.object_to(
-                f"has {rows} rows from row {start} on that a later turn recorded differently: say merge=keep_first (what sampled "
-                "the tokens) or merge=keep_last (the newest weights)",
+                f"has {rows} rows from row {start} on that a later turn recorded differently: say merge=keep_first (what "
+                "sampled the tokens) or merge=keep_last (the newest weights)",
                 "rows recorded twice, differently",
             )
         else:
@@ -275,12 +275,16 @@ class Assembler:
         counts = np.bincount(code_T, minlength=16)
         if counts[Reason.ZEROS] and self._zeros_may_be_routes and Reason.ZEROS in self.convention.missing:
             self.object_to(
-                f"has {counts[Reason.ZEROS]} zero rows, which in this top-1 model may be routes to expert 0, or rows that were not "
-                "recorded; nothing tells which",
+                f"has {counts[Reason.ZEROS]} zero rows, which in this top-1 model may be routes to expert 0, or rows that were "
+                "not recorded; nothing tells which",
                 "zero rows of a top-1 model: taken as not recorded",
             )
         for reason in (Reason.OUT_OF_RANGE, Reason.PARTLY_MINUS, Reason.DUPLICATE, Reason.ZEROS, Reason.MINUS):
-            if not counts[reason] or reason in self.convention.missing or (reason is Reason.ZEROS and self._zeros_may_be_routes):
+            if (
+                not counts[reason]
+                or reason in self.convention.missing
+                or (reason is Reason.ZEROS and self._zeros_may_be_routes)
+            ):
                 continue
             row = int(np.flatnonzero(code_T == reason)[0])
             self.object_to(self._bad_row(source, row, row + start, reason, int(counts[reason])), reason.text)
@@ -354,8 +358,8 @@ class Assembler:
         if not report.num_valid_rows or (self.options.require and report.without_routes):
             lacking = report.without_routes if report.num_valid_rows else report.num_sequences
             self._complain(
-                f"{lacking} of {report.num_sequences} sequences have no recorded routes: {self.convention.switch}, and pass the "
-                "field on"
+                f"{lacking} of {report.num_sequences} sequences have no recorded routes: {self.convention.switch}, and pass "
+                "the field on"
             )
         elif report.num_rows and 1 - report.num_valid_rows / report.num_rows > self.options.max_missing_share:
             share = 1 - report.num_valid_rows / report.num_rows
@@ -387,7 +391,7 @@ class Assembler:
 
 def _routed_layers(ids_TLK: np.ndarray) -> np.ndarray:
     """bool [L]: where some id is positive. Most layers show in the first rows, so that few are read to the end."""
-    routed_L = (ids_TLK[:256] > 0).any(axis=(0, 2))
+    routed_L = np.asarray((ids_TLK[:256] > 0).any(axis=(0, 2)))
     for layer in np.flatnonzero(~routed_L):
         routed_L[layer] = (ids_TLK[:, layer] > 0).any()
     return routed_L

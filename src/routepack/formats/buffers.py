@@ -17,7 +17,8 @@ class GrowingRows:
     """
 
     def __init__(self, dtype: np.dtype, num_rows: int = 0) -> None:
-        self.dtype, self.shape = dtype, ()
+        self.dtype = dtype
+        self.shape: tuple[int, ...] = ()
         self._expected = num_rows
         self._size = 0
         self._flat: np.ndarray | None = None

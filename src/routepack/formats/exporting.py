@@ -15,8 +15,8 @@ def sequence_records(batch: RolloutBatch, *, tokens: str = "token_ids") -> Itera
     """Each sequence's number and its record without routes: tokens (or ``num_tokens``), mask, log-probabilities, group."""
     for s in range(batch.num_sequences):
         span = slice(batch.cu_tokens[s], batch.cu_tokens[s + 1])
-        record: dict[str, Any] = {tokens if name == "token_ids" else name: batch.token_fields[name][span]
-                                  for name in ("token_ids", "loss_mask", "logprobs", "advantages") if name in batch.token_fields}  # fmt: skip
+        known = [name for name in ("token_ids", "loss_mask", "logprobs", "advantages") if name in batch.token_fields]
+        record: dict[str, Any] = {tokens if name == "token_ids" else name: batch.token_fields[name][span] for name in known}
         if "token_ids" not in batch.token_fields:
             record["num_tokens"] = int(batch.num_tokens_S[s])
         if "rewards" in batch.sequence_fields:
@@ -46,7 +46,8 @@ def rows_of(
         lost = ~batch.valid_T[first:end]
         if missing is None:
             raise TraceError(
-                f"sequence {sequence}, row {int(lost.argmax())} was not recorded, which this form cannot say: leave the sequence out."
+                f"sequence {sequence}, row {int(lost.argmax())} was not recorded, which this form cannot say: "
+                "leave the sequence out."
             )
         ids_TLK[lost] = filler(missing, batch.top_k)
     if num_rows is None or num_rows == len(ids_TLK):

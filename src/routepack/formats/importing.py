@@ -46,6 +46,10 @@ class ImportOptions:
         return self.policy == "strict"
 
 
+STRICT = ImportOptions()
+"""The default: whatever is not as promised is an error."""
+
+
 @dataclass(kw_only=True)
 class ImportReport:
     """What came in, what of it counts, and what looks wrong."""
@@ -86,7 +90,10 @@ class ImportReport:
         """A summary for people: label and text."""
         masked = sum(self.masked_rows.values())
         lines = [
-            ("sequences", f"{self.num_sequences:,}" + (f", {self.without_routes:,} without routes" if self.without_routes else "")),
+            (
+                "sequences",
+                f"{self.num_sequences:,}" + (f", {self.without_routes:,} without routes" if self.without_routes else ""),
+            ),
             ("tokens", f"{self.num_tokens:,}"),
             ("valid rows", f"{self.num_valid_rows:,} of {self.num_expected_rows:,} (coverage {self.coverage:.1%})"),
             ("masked rows", f"{masked:,}"),

@@ -19,7 +19,7 @@ from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention
 from routepack.formats.exporting import rows_of
 from routepack.formats.fields import records_of, value_of, whole_of
-from routepack.formats.importing import Imported, ImportOptions
+from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.routing import ModelRouting
 from routepack.formats.tensors import check_offsets, whole_numbers
 from routepack.recorded import RolloutBatch, id_dtype
@@ -32,7 +32,7 @@ def load(
     model: ModelRouting,
     *,
     cu_seqlens: Any = None,
-    options: ImportOptions = ImportOptions(),
+    options: ImportOptions = STRICT,
 ) -> Imported:
     """Lines of a trace as dicts, in any order of layers and ranks; or replay data, one array [T, K] a layer.
 
@@ -52,7 +52,9 @@ def load(
 def _add_replay(assembler: Assembler, layers: Sequence[Any], cu_seqlens: Any) -> None:
     arrays = [to_numpy(layer, f"megatron: layer {number}") for number, layer in enumerate(layers)]
     if any(array.ndim != 2 or array.dtype.kind not in "iu" or array.shape != arrays[0].shape for array in arrays):
-        raise TraceError(f"megatron: replay data has shapes {[a.shape for a in arrays][:4]}; whole numbers [tokens, top_k] are needed.")
+        raise TraceError(
+            f"megatron: replay data has shapes {[a.shape for a in arrays][:4]}; whole numbers [tokens, top_k] are needed."
+        )
     ids = np.stack(arrays, axis=1)
     offsets = np.asarray([0, len(ids)]) if cu_seqlens is None else whole_numbers(cu_seqlens, "megatron: cu_seqlens")
     check_offsets(offsets, len(ids), "megatron: cu_seqlens")
@@ -68,7 +70,8 @@ def _with_layers(model: ModelRouting, layers: list[int]) -> ModelRouting:
         raise TraceError(f"megatron: layers {layers} are recorded; {list(model.moe_layers)} are needed in every microbatch.")
     if model.num_layers is not None and layers[-1] >= model.num_layers:
         raise TraceError(
-            f"megatron: layer {layers[-1]} is recorded of a model with num_layers={model.num_layers}: leave draft (MTP) layers out."
+            f"megatron: layer {layers[-1]} is recorded of a model with num_layers={model.num_layers}: leave draft "
+            "(MTP) layers out."
         )
     return ModelRouting(num_experts=model.num_experts, top_k=model.top_k, num_layers=model.num_layers, moe_layers=layers)
 
@@ -84,7 +87,9 @@ def _microbatches(records: Iterable[Any], model: ModelRouting) -> Iterable[tuple
         where = f"megatron, line {number + 1}"
         if str(value_of(record, "block")) == "mtp" or value_of(record, "mtp_idx") is not None:
             continue
-        step, rank, layer = (whole_of(record, name, where, default) for name, default in (("step", 0), ("rank", 0), ("layer", None)))
+        step, rank, layer = (
+            whole_of(record, name, where, default) for name, default in (("step", 0), ("rank", 0), ("layer", None))
+        )
         occurrence = count.get((step, rank, layer), 0)
         count[step, rank, layer] = occurrence + 1
         microbatches.setdefault((step, rank, occurrence), {})[layer] = _chosen(record, where, model)
@@ -96,8 +101,8 @@ def _microbatches(records: Iterable[Any], model: ModelRouting) -> Iterable[tuple
         shapes = {ids_of_layer[layer].shape for layer in layers}
         if len(shapes) > 1:
             raise TraceError(
-                f"megatron: step {step}, rank {rank}, microbatch {occurrence} has layers of shapes {sorted(shapes)} [tokens, topk]; "
-                "they must be equal. Were lines lost?"
+                f"megatron: step {step}, rank {rank}, microbatch {occurrence} has layers of shapes {sorted(shapes)} [tokens, "
+                "topk]; they must be equal. Were lines lost?"
             )
         yield layers, np.stack([ids_of_layer[layer] for layer in layers], axis=1)
 
@@ -110,7 +115,8 @@ def _chosen(record: Any, where: str, model: ModelRouting) -> np.ndarray:
         return np.empty((0, top_k), np.int32)
     if ids.dtype.kind not in "iu" or ids.shape != (rows, top_k):
         raise TraceError(
-            f"{where}: top_indices has shape {ids.shape} and dtype {ids.dtype}; whole numbers [num_tokens={rows}, topk={top_k}]."
+            f"{where}: top_indices has shape {ids.shape} and dtype {ids.dtype}; whole numbers "
+            f"[num_tokens={rows}, topk={top_k}]."
         )
     narrow = id_dtype(model.num_experts)
     # Lists become 64-bit numbers; ids in range fit the batch's dtype, others stay as they are, to be named in an error.

@@ -13,18 +13,16 @@ import numpy as np
 
 from routepack.errors import TraceError
 from routepack.formats.convention import Convention, Reason
-from routepack.formats.importing import Imported, ImportOptions
+from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.routing import ModelRouting
 from routepack.formats.slime import FIELD, load_samples, samples_of
 from routepack.recorded import RolloutBatch
 
-CONVENTION = Convention(
-    stack="miles", switch="train with --use-rollout-routing-replay", missing=frozenset({Reason.MINUS})
-)
+CONVENTION = Convention(stack="miles", switch="train with --use-rollout-routing-replay", missing=frozenset({Reason.MINUS}))
 META = "_samples_meta"
 
 
-def load(source: Iterable[Any] | Mapping[str, Any], model: ModelRouting, *, options: ImportOptions = ImportOptions()) -> Imported:
+def load(source: Iterable[Any] | Mapping[str, Any], model: ModelRouting, *, options: ImportOptions = STRICT) -> Imported:
     """Samples, as objects or dicts, or the tensors of a session's reply."""
     if isinstance(source, Mapping) and META in source:
         source = _samples(source)

@@ -17,7 +17,7 @@ from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of, sequence_records
 from routepack.formats.fields import records_of, token_array, value_of, whole_of
-from routepack.formats.importing import Imported, ImportOptions
+from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import decoded, envelope
 from routepack.formats.routing import ModelRouting
 from routepack.formats.tensors import lengths_of, padded_ids
@@ -30,9 +30,7 @@ CONVENTION = Convention(
 )  # fmt: skip
 
 
-def load(
-    source: Mapping[str, Any] | Iterable[Any], model: ModelRouting, *, options: ImportOptions = ImportOptions()
-) -> Imported:
+def load(source: Mapping[str, Any] | Iterable[Any], model: ModelRouting, *, options: ImportOptions = STRICT) -> Imported:
     """A batch's tensors, or HTTP messages one a sequence.
 
     Tensors: ``routed_experts`` [B, S, L, K], ``input_lengths`` [B], perhaps ``input_ids`` [B, S]. Messages:
@@ -50,7 +48,7 @@ def load(
 
 def _add_padded(assembler: Assembler, source: Mapping[str, Any]) -> None:
     ids = padded_ids(source.get("routed_experts"), "nemo-rl")
-    lengths = lengths_of(source["input_lengths"], *ids.shape[:2], "nemo-rl")
+    lengths = lengths_of(source["input_lengths"], ids.shape[0], ids.shape[1], "nemo-rl")
     token_ids = source.get("input_ids")
     if token_ids is not None:
         token_ids = to_numpy(token_ids, "nemo-rl: input_ids")

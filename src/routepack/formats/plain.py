@@ -15,7 +15,7 @@ from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of, sequence_records
 from routepack.formats.fields import flat_array, records_of, token_array, value_of, whole_of
-from routepack.formats.importing import Imported, ImportOptions
+from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import decoded
 from routepack.formats.routing import ModelRouting
 from routepack.formats.tensors import check_offsets, lengths_of, padded_ids, row_mask, whole_numbers
@@ -25,9 +25,7 @@ from routepack.recorded import RolloutBatch
 CONVENTION = Convention(stack="arrays", switch="record routed_experts", missing=frozenset({Reason.MINUS}))
 
 
-def load(
-    source: Mapping[str, Any] | Iterable[Any], model: ModelRouting, *, options: ImportOptions = ImportOptions()
-) -> Imported:
+def load(source: Mapping[str, Any] | Iterable[Any], model: ModelRouting, *, options: ImportOptions = STRICT) -> Imported:
     """Arrays, or records one a sequence.
 
     Arrays: ``routed_experts`` [T, L, K] with ``cu_seqlens`` [S + 1], and ``num_tokens`` [S], or as many tokens as rows; or
@@ -35,7 +33,7 @@ def load(
     Records: ``routed_experts``, ``valid``, and ``token_ids`` or ``num_tokens``.
     """
     assembler = Assembler(model, CONVENTION, options)
-    if isinstance(source, Mapping) and ("cu_seqlens" in source or np.ndim(source.get("routed_experts")) == 4):
+    if isinstance(source, Mapping) and ("cu_seqlens" in source or getattr(source.get("routed_experts"), "ndim", 0) == 4):
         (_add_packed if "cu_seqlens" in source else _add_padded)(assembler, source)
     else:
         for number, record in enumerate(records_of(source, "arrays")):

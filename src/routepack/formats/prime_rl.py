@@ -17,7 +17,7 @@ from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of, sequence_records
 from routepack.formats.fields import records_of, token_array, value_of, whole_of
-from routepack.formats.importing import Imported, ImportOptions
+from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import decoded, encoded
 from routepack.formats.routing import ModelRouting
 from routepack.formats.travelling import travelling
@@ -29,7 +29,7 @@ CONVENTION = Convention(
 )  # fmt: skip
 
 
-def load(source: Iterable[Any], model: ModelRouting, *, options: ImportOptions = ImportOptions()) -> Imported:
+def load(source: Iterable[Any], model: ModelRouting, *, options: ImportOptions = STRICT) -> Imported:
     """Samples or branches, one a sequence.
 
     A sample has ``token_ids`` and ``routed_experts``. A branch has ``turns``, each a payload with ``start`` (or a mapping

@@ -114,7 +114,7 @@ def _find(config: Any, names: Sequence[str]) -> Any:
 
 
 def _moe_layers(config: Any, num_layers: int | None) -> tuple[int, ...] | None:
-    """By the conventions of DeepSeek (first_k_dense_replace, moe_layer_freq) and Qwen (decoder_sparse_step, mlp_only_layers)."""
+    """By DeepSeek's conventions (first_k_dense_replace, moe_layer_freq) and Qwen's (decoder_sparse_step, mlp_only_layers)."""
     owner = _look_up(config, "text_config") or config
     if num_layers is None:
         return None

@@ -47,7 +47,8 @@ def _silent_layers(batch: RolloutBatch, report: ImportReport) -> None:
     """MoE columns of nothing but zeros, and dropped ones that are no run of dense layers at the start."""
     if report.dropped_layers != list(range(len(report.dropped_layers))):
         report.suspicious.append(
-            f"Layers {report.dropped_layers} hold nothing but zeros and are left out: if they have a router, it was never recorded."
+            f"Layers {report.dropped_layers} hold nothing but zeros and are left out: if they have a router, it was "
+            "never recorded."
         )
     elif report.dropped_layers:
         report.note(f"Layers {report.dropped_layers} hold nothing but zeros and are left out, as dense layers are.")

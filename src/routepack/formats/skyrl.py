@@ -16,7 +16,7 @@ from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention
 from routepack.formats.exporting import rows_of
 from routepack.formats.fields import records_of, token_array, value_of, whole_of
-from routepack.formats.importing import Imported, ImportOptions
+from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import checked_ids, decoded
 from routepack.formats.routing import ModelRouting
 from routepack.formats.tensors import attended, check_offsets, padded_ids, row_mask, span_of, whole_numbers
@@ -30,9 +30,7 @@ CONVENTION = Convention(
 )  # fmt: skip
 
 
-def load(
-    source: Mapping[str, Any] | Iterable[Any], model: ModelRouting, *, options: ImportOptions = ImportOptions()
-) -> Imported:
+def load(source: Mapping[str, Any] | Iterable[Any], model: ModelRouting, *, options: ImportOptions = STRICT) -> Imported:
     """A batch's tensors, or trajectories.
 
     Tensors: ``rollout_expert_indices`` padded [B, S, L, K] with ``attention_mask`` [B, S]; or packed [T, L, K] with
@@ -53,7 +51,7 @@ def load(
 
 def _add_padded(assembler: Assembler, source: Mapping[str, Any]) -> None:
     ids = padded_ids(source.get(FIELD), "skyrl")
-    mask = attended(source["attention_mask"], *ids.shape[:2], "skyrl")
+    mask = attended(source["attention_mask"], ids.shape[0], ids.shape[1], "skyrl")
     padding = source.get("router_padding_mask")
     real = None if padding is None else ~row_mask(padding, mask.shape, "router_padding_mask", "skyrl")
     for b in range(len(ids)):
@@ -97,7 +95,10 @@ def _add_trajectory(assembler: Assembler, record: Any, where: str) -> None:
 
 
 def export(batch: RolloutBatch, *, packed: bool = False) -> dict[str, Any]:
-    """A batch's tensors as numpy arrays, padded to the left, or packed; 0 .. top_k - 1 and the mask where nothing was recorded."""
+    """A batch's tensors as numpy arrays, padded to the left, or packed.
+
+    0 .. top_k - 1 and the mask stand where nothing was recorded.
+    """
     dtype = np.uint8 if batch.num_experts <= 256 else np.int16 if batch.num_experts <= 32_768 else np.int32
     n_S = batch.num_tokens_S.tolist()
     filled = np.broadcast_to(np.arange(batch.top_k, dtype=dtype), (batch.num_layers, batch.top_k))

@@ -16,7 +16,7 @@ from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention
 from routepack.formats.exporting import rows_of, sequence_records
 from routepack.formats.fields import records_of, token_array, value_of, whole_of
-from routepack.formats.importing import Imported, ImportOptions
+from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import decoded
 from routepack.formats.routing import ModelRouting
 from routepack.formats.travelling import travelling
@@ -26,7 +26,7 @@ FIELD = "rollout_routed_experts"
 CONVENTION = Convention(stack="slime", switch="train with --use-rollout-routing-replay")
 
 
-def load(source: Iterable[Any], model: ModelRouting, *, options: ImportOptions = ImportOptions()) -> Imported:
+def load(source: Iterable[Any], model: ModelRouting, *, options: ImportOptions = STRICT) -> Imported:
     """Samples, as objects or dicts, with ``tokens`` and ``rollout_routed_experts``.
 
     Turns are deltas under ``turns``, a list of ``{routed_experts, routed_experts_start_len}`` as ``meta_info`` has them.

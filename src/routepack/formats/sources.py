@@ -1,4 +1,7 @@
-"""Files that routing is kept in: JSON lines, ``.npz``, ``.safetensors``. No pickle is ever loaded, no size believed unchecked."""
+"""Files that routing is kept in: JSON lines, ``.npz``, ``.safetensors``.
+
+No pickle is ever loaded, and no size is believed unchecked.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,8 @@ def open_source(path: str | Path, progress: Callable[[int, int], None] | None = 
         return _lines(files, progress)
     if path.suffix in PICKLES:
         raise ConfigError(
-            f"{path} is a pickle, which can run code when loaded, so that RoutePack reads none: save the arrays as .safetensors, "
-            ".npz or JSON lines."
+            f"{path} is a pickle, which can run code when loaded, so that RoutePack reads none: save the arrays as "
+            ".safetensors, .npz or JSON lines."
         )
     if path.suffix == ".npz":
         return read_npz(path)

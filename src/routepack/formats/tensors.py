@@ -17,8 +17,8 @@ def padded_ids(value: Any, where: str) -> np.ndarray:
     ids = to_numpy(value, f"{where}: routed_experts")
     if ids.ndim != 4 or ids.dtype.kind not in "iu":
         raise TraceError(
-            f"{where}: routed_experts has shape {ids.shape} and dtype {ids.dtype}; whole numbers [batch, tokens, layers, top_k] "
-            "are needed."
+            f"{where}: routed_experts has shape {ids.shape} and dtype {ids.dtype}; whole numbers [batch, tokens, layers, "
+            "top_k] are needed."
         )
     return ids
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from routepack.arrays import to_numpy
 from routepack.errors import TraceError
 from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of
 from routepack.formats.fields import records_of, token_array, value_of, whole_of
-from routepack.formats.importing import Imported, ImportOptions
+from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import checked_ids, decoded
 from routepack.formats.routing import ModelRouting
 from routepack.formats.tensors import attended, is_jagged, jagged, padded_ids, row_mask, span_of, whole_numbers
@@ -37,7 +38,7 @@ def load(
     model: ModelRouting,
     *,
     veomni: bool = False,
-    options: ImportOptions = ImportOptions(),
+    options: ImportOptions = STRICT,
 ) -> Imported:
     """A batch's tensors, or agent-loop outputs one a sequence.
 
@@ -69,7 +70,7 @@ def _add_padded(assembler: Assembler, source: Mapping[str, Any]) -> None:
     replayed = source.get("replay_mask")
     replayed = None if replayed is None else row_mask(replayed, mask.shape, "replay_mask", "verl")
     token_ids = source.get("input_ids")
-    token_ids = None if token_ids is None else row_mask_free(token_ids, mask.shape)
+    token_ids = None if token_ids is None else _token_ids(token_ids, mask.shape)
     for b in range(batch):
         where = span_of(mask[b])
         segment = Segment(ids_TLK=ids[b][where], valid_T=None if replayed is None else replayed[b][where])
@@ -77,9 +78,8 @@ def _add_padded(assembler: Assembler, source: Mapping[str, Any]) -> None:
         assembler.add(RecordedSequence(num_tokens=int(mask[b].sum()), segments=[segment], token_fields=fields))
 
 
-def row_mask_free(value: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Token ids [B, S]."""
-    ids = np.asarray(value)
+def _token_ids(value: Any, shape: tuple[int, ...]) -> np.ndarray:
+    ids = to_numpy(value, "verl: input_ids")
     if ids.shape != shape:
         raise TraceError(f"verl: input_ids has shape {ids.shape}; {shape} is needed, as the routes have it.")
     return ids
@@ -116,7 +116,9 @@ def _add_outputs(assembler: Assembler, source: Any, model: ModelRouting) -> None
         prompt, response = value_of(output, "prompt_ids"), value_of(output, "response_ids")
         token_ids = None
         if prompt is not None and response is not None:
-            token_ids = np.concatenate([token_array(prompt, f"{where}: prompt_ids"), token_array(response, f"{where}: response_ids")])
+            token_ids = np.concatenate(
+                [token_array(prompt, f"{where}: prompt_ids"), token_array(response, f"{where}: response_ids")]
+            )
         num_tokens = whole_of(output, "num_tokens", where) if token_ids is None else len(token_ids)
         ids = decoded(value_of(output, "routed_experts"), where, model, assembler.report)
         segments = [] if ids is None else [Segment(ids_TLK=ids)]
@@ -130,8 +132,10 @@ def export(batch: RolloutBatch, *, dense: bool = False) -> dict[str, Any]:
     rows = [rows_of(batch, s, dtype, missing=0, num_rows=int(n)) for s, n in enumerate(batch.num_tokens_S)]
     whole = [np.zeros((int(n), *shape), dtype) if ids is None else ids for ids, n in zip(rows, batch.num_tokens_S, strict=True)]
     if not dense:
-        tokens = {"input_ids": {"values": batch.token_fields["token_ids"], "offsets": batch.cu_tokens}} if "token_ids" in batch.token_fields else {}  # fmt: skip
-        return {"routed_experts": {"values": np.concatenate(whole), "offsets": batch.cu_tokens}} | tokens
+        jagged_routes = {"routed_experts": {"values": np.concatenate(whole), "offsets": batch.cu_tokens}}
+        if "token_ids" not in batch.token_fields:
+            return jagged_routes
+        return jagged_routes | {"input_ids": {"values": batch.token_fields["token_ids"], "offsets": batch.cu_tokens}}
     width = int(batch.num_tokens_S.max())
     padded = np.zeros((batch.num_sequences, width, *shape), dtype)
     mask = np.arange(width) >= width - batch.num_tokens_S[:, None]

@@ -18,7 +18,7 @@ from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of, sequence_records
 from routepack.formats.fields import records_of, token_array, value_of, whole_of
-from routepack.formats.importing import Imported, ImportOptions
+from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import decoded
 from routepack.formats.routing import ModelRouting
 from routepack.formats.travelling import travelling
@@ -29,7 +29,7 @@ CONVENTION = Convention(
 )
 
 
-def load(source: Iterable[Any], model: ModelRouting, *, options: ImportOptions = ImportOptions()) -> Imported:
+def load(source: Iterable[Any], model: ModelRouting, *, options: ImportOptions = STRICT) -> Imported:
     """Records with ``routed_experts`` and the tokens, one a sequence.
 
     Tokens are ``prompt_token_ids`` + ``token_ids``, or ``num_tokens``. Routes are an array, a list, or a mapping with
