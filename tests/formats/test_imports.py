@@ -303,6 +303,34 @@ def test_blocks_of_threads_judge_as_one(seed):
     assert np.array_equal(out[good], ids[good][:, kept])
 
 
+@given(
+    st.integers(0, 30_000), st.integers(0, 2**32 - 1), st.sampled_from(["int32", "uint8", "int16", "int64"]), st.booleans(),
+    st.sampled_from([None, 0, 1000, -1, -2, -6]),
+)  # fmt: skip
+def test_long_base64_is_decoded_as_python_does_or_refused(size, seed, dtype, is_wide, spoiled):
+    from routepack.formats import long_text
+    from routepack.formats.payloads import _ids
+
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(-1 if dtype[0] == "i" else 0, 40_000 if is_wide and dtype in ("int32", "int64") else 100, size).astype(
+        dtype
+    )
+    text = encoded(ids)
+    before, long_text.BLOCK = long_text.BLOCK, 4096
+    try:
+        if spoiled is None:
+            assert np.array_equal(_ids(text, dtype, "here"), ids)
+        elif len(text) > 1006:
+            for wrong in ("-", "=", "é", "\n"):
+                place = spoiled % len(text)
+                spoilt = text[:place] + wrong + text[place + 1 :]
+                if spoilt != text and (wrong != "=" or place < len(text) - 2):
+                    with pytest.raises(TraceError, match="no base64 text"):
+                        _ids(spoilt, dtype, "here")
+    finally:
+        long_text.BLOCK = before
+
+
 MEMORY = """
 import sys, numpy as np
 sys.path.insert(0, "benchmarks")

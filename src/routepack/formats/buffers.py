@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-GROWTH = 1.125
+GROWTH = 1.03
 
 
 class GrowingRows:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from routepack.arrays import to_numpy
-from routepack.checks import MOST, whole
+from routepack.checks import whole
 from routepack.errors import TraceError
 from routepack.formats.importing import ImportReport
+from routepack.formats.long_text import LONG_TEXT, long_base64
 from routepack.formats.routing import ModelRouting
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
@@ -39,8 +40,8 @@ def decoded(
     if isinstance(value, str) and value.startswith(f"{ENVELOPE}:"):
         return _from_envelope(value, where)
     if isinstance(value, str | bytes | bytearray | memoryview):
-        data = _base64(value, where) if isinstance(value, str) else value
-        return _shaped(data, _flat_shape(data, _dtype(dtype, where), where, model, num_rows), dtype, where)
+        ids = _ids(value, dtype, where)
+        return ids.reshape(_checked_shape(ids, _flat_shape(len(ids), where, model, num_rows), where))
     if isinstance(value, list | tuple):
         report.note(LISTS)
     return checked_ids(to_numpy(value, f"{where}: routed_experts"), where, model)
@@ -76,15 +77,15 @@ def envelope(ids_TLK: np.ndarray) -> str:
 
 
 def _from_mapping(payload: Mapping, where: str) -> np.ndarray:
-    data, shape = payload.get("data"), payload.get("shape")
-    if isinstance(data, str):
-        data = _base64(data, where)
-    elif isinstance(data, memoryview) and payload.get("encoding", "base64") == "base64":
+    data = payload.get("data")
+    if isinstance(data, memoryview) and payload.get("encoding", "base64") == "base64":
         # verifiers keeps the base64 text of a response as a view of its bytes.
         data = _base64(data, where)
-    if not isinstance(data, bytes | bytearray | memoryview):
+    if not isinstance(data, str | bytes | bytearray | memoryview):
         raise TraceError(f"{where}: routed_experts has no data, as bytes or base64 text.")
-    return _shaped(data, _shape(shape, where), payload.get("dtype", "uint8"), where)
+    shape = _shape(payload.get("shape"), where)
+    ids = _ids(data, payload.get("dtype", "uint8"), where)
+    return ids.reshape(_checked_shape(ids, shape, where))
 
 
 def _from_envelope(text: str, where: str) -> np.ndarray:
@@ -94,7 +95,23 @@ def _from_envelope(text: str, where: str) -> np.ndarray:
     sizes = parts[2].split("x")
     if not all(size.isascii() and size.isdecimal() and len(size) < 16 for size in sizes):
         raise TraceError(f"{where}: an envelope's shape reads <S>x<L>x<K>, not {parts[2][:40]!r}.")
-    return _shaped(_base64(parts[3], where), _shape([int(size) for size in sizes], where), parts[1], where)
+    shape = _shape([int(size) for size in sizes], where)
+    ids = _ids(parts[3], parts[1], where)
+    return ids.reshape(_checked_shape(ids, shape, where))
+
+
+def _ids(data: str | bytes | bytearray | memoryview, dtype_name: Any, where: str) -> np.ndarray:
+    """The ids that text or bytes hold, flat; of *dtype_name*, or narrower where long base64 text was decoded bit by bit."""
+    dtype = _dtype(dtype_name, where)
+    if isinstance(data, str):
+        ids = long_base64(data, dtype) if len(data) >= LONG_TEXT else None
+        if ids is not None:
+            return ids
+        data = _base64(data, where)
+    size = memoryview(data).nbytes
+    if size % dtype.itemsize:
+        raise TraceError(f"{where}: routed_experts has {size} bytes, no multiple of {dtype}'s. Was it cut off?")
+    return np.frombuffer(data, dtype=dtype) if size else np.empty(0, dtype=dtype)
 
 
 def _base64(text: str | memoryview, where: str) -> bytes:
@@ -117,9 +134,9 @@ def _dtype(name: Any, where: str) -> np.dtype:
     return np.dtype(name)
 
 
-def _flat_shape(data: Any, dtype: np.dtype, where: str, model: ModelRouting, num_rows: int | None) -> tuple[int, int, int]:
-    """The shape of bytes that do not say theirs. It is not guessed from *num_rows*, of which there may be one more."""
-    num_ids, layers, top_k = memoryview(data).nbytes // dtype.itemsize, model.num_layers, model.top_k
+def _flat_shape(num_ids: int, where: str, model: ModelRouting, num_rows: int | None) -> tuple[int, int, int]:
+    """The shape of ids that do not say theirs. It is not guessed from *num_rows*, of which there may be one more."""
+    layers, top_k = model.num_layers, model.top_k
     if not layers or not top_k:
         raise TraceError(f"{where}: flat routes need num_layers and top_k of the model (they are {layers} and {top_k}).")
     if num_rows and num_rows > 0 and num_ids > num_rows * layers * top_k and num_ids % (num_rows * top_k) == 0:
@@ -132,11 +149,9 @@ def _flat_shape(data: Any, dtype: np.dtype, where: str, model: ModelRouting, num
     return num_ids // (layers * top_k), layers, top_k
 
 
-def _shaped(data: Any, shape: tuple[int, int, int], dtype_name: Any, where: str) -> np.ndarray:
-    dtype, num_bytes = _dtype(dtype_name, where), memoryview(data).nbytes
-    needed = math.prod(shape) * dtype.itemsize
-    if needed != num_bytes or needed > MOST:
+def _checked_shape(ids: np.ndarray, shape: tuple[int, int, int], where: str) -> tuple[int, int, int]:
+    if math.prod(shape) != len(ids):
         raise TraceError(
-            f"{where}: routed_experts has {num_bytes} bytes; shape {list(shape)} in {dtype} takes {needed}. Was it cut off?"
+            f"{where}: routed_experts has {len(ids)} ids; shape {list(shape)} has {math.prod(shape)}. Was it cut off?"
         )
-    return np.frombuffer(data, dtype=dtype).reshape(shape) if num_bytes else np.empty(shape, dtype=dtype)
+    return shape
