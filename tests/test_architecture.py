@@ -20,6 +20,7 @@ LEVELS = [
         "transition",
         "alternation",
         "planner",
+        "warm_up",
         "peers",
         "background",
         "layout",

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from routepack.errors import PlanError, RoutePackError
 from routepack.planned import Plan
+
+T = TypeVar("T")
 
 
 def num_ranks() -> int:
@@ -40,6 +42,34 @@ def broadcast_plan(plan: Plan | None, *, source: int = 0) -> Plan:
     if plan is None:
         raise PlanError(f"rank {source} has no plan to share.")
     return plan
+
+
+def from_rank(source: int, make: Callable[[], T], what: str) -> T:
+    """What *make* gives on rank *source*, on every rank. Only there is it called.
+
+    Where it raises, every rank raises: rank *source* the error itself, the others a PlanError that quotes it. No rank is
+    left waiting.
+
+    Args:
+        what: a name for errors, such as ``plan``.
+    """
+    value, error = None, None
+    if this_rank() == source:
+        try:
+            value = make()
+        except Exception as caught:
+            # Raised below, once the others have heard of it.
+            error = caught
+    said = f"{type(error).__name__}: {error}" if error is not None else ""
+    if num_ranks() > 1:
+        shared = [(value, said)]
+        dist.broadcast_object_list(shared, src=source)
+        value, said = shared[0]
+    if error is not None:
+        raise error
+    if said:
+        raise PlanError(f"rank {source} could not make the {what}: {said}")
+    return cast(T, value)
 
 
 def agree(digest: str, what: str, *, error: RoutePackError | None = None, device: torch.device | str = "cpu") -> None:

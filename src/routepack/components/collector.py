@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from routepack.arrays import joined
 from routepack.checks import real, whole
 from routepack.errors import ConfigError, TraceError
 from routepack.types import RolloutBatch, RoutingDemand
@@ -53,6 +55,7 @@ class RoutingDemandCollector:
         num_tokens: int,
         valid_T: np.ndarray | None = None,
         group: int = 0,
+        modality: int | None = None,
     ) -> None:
         """Count one sequence of *num_tokens* tokens as it arrives; its rows are those of a RolloutBatch."""
         if self.num_experts < 1:
@@ -64,6 +67,7 @@ class RoutingDemandCollector:
             num_experts=self.num_experts,
             valid_T=valid_T,
             group_S=np.asarray([group]),
+            modality_S=None if modality is None else np.asarray([modality]),
         )
         demand, coverage_S = self.count(batch)
         first = self._arrived[0] if self._arrived else demand
@@ -72,19 +76,27 @@ class RoutingDemandCollector:
                 f"sequence {len(self._arrived)} records {demand.num_layers} layers of top-{demand.top_k} routes; the ones "
                 f"before it recorded {first.num_layers} of top-{first.top_k}."
             )
+        if (demand.modality_S is None) != (first.modality_S is None):
+            raise TraceError(f"sequence {len(self._arrived)} and those before it: give a modality to all or to none.")
         self._arrived.append(demand)
         self._coverage.append(float(coverage_S[0]))
 
-    def demand(self) -> RoutingDemand:
-        """The demand of the sequences added so far, in their order; then start over."""
+    def demand(self, order_S: Sequence[int] | None = None) -> RoutingDemand:
+        """The demand of the sequences added so far; then start over.
+
+        *order_S*: which of them, by the order in which they were added, is each sequence of the window. None: as added.
+        """
         if not self._arrived:
             raise TraceError("no sequence was added: call add() for each rollout first.")
-        arrived, coverage, self._arrived, self._coverage = self._arrived, self._coverage, [], []
+        order = _checked_order(order_S, len(self._arrived))
+        arrived, coverage = [self._arrived[i] for i in order], [self._coverage[i] for i in order]
+        self._arrived, self._coverage = [], []
         window = replace(
             arrived[0],
             tokens_SLE=np.concatenate([one.tokens_SLE for one in arrived]),
             length_S=np.concatenate([one.length_S for one in arrived]),
             group_S=np.concatenate([one.group_S for one in arrived if one.group_S is not None]),
+            modality_S=joined([one.modality_S for one in arrived]),
             num_masked_rows=sum(one.num_masked_rows for one in arrived),
         )
         return self.estimate(window, np.asarray(coverage))
@@ -108,6 +120,7 @@ class RoutingDemandCollector:
             length_S=batch.num_tokens_S,
             top_k=batch.top_k,
             group_S=batch.group_S,
+            modality_S=batch.modality_S,
             layer_ids_L=batch.layer_ids_L,
             num_masked_rows=int(len(batch.routed_experts_TLK) - rows_S.sum()),
         )
@@ -129,6 +142,13 @@ class RoutingDemandCollector:
         for s in np.flatnonzero(estimated_S):
             tokens_SLE[s] = _apportion(share_LE, int(demand.length_S[s]) * demand.top_k)
         return replace(demand, tokens_SLE=tokens_SLE, estimated_S=estimated_S)
+
+
+def _checked_order(order_S: Sequence[int] | None, count: int) -> list[int]:
+    order = list(range(count)) if order_S is None else [int(i) for i in order_S]
+    if sorted(order) != list(range(count)):
+        raise TraceError(f"order_S must name each of the {count} sequences added once; it is {order[:20]}.")
+    return order
 
 
 def _apportion(share_LE: np.ndarray, total: int) -> np.ndarray:

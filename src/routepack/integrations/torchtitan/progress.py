@@ -25,6 +25,7 @@ COLUMNS = (
     ("predicted step", 14),
     ("moved", 5),
     ("plan", 7),
+    ("exposed", 7),
     ("time", 6),
 )
 """Title and width of each column of an RL step."""
@@ -127,7 +128,8 @@ def rl_line(step: int, figures: Mapping[str, float], plan: Plan) -> str:
         f"{parts['baseline.imbalance_mean']:.3f} -> {parts['planned.imbalance_mean']:.3f}",
         f"{plan.baseline_value:.3f} -> {plan.value:.3f}",
         f"{figures['experts_moved']:.0f}",
-        f"{figures['plan/plan_ms']:.0f} ms",
+        f"{figures['plan/background_ms']:.0f} ms",
+        f"{figures['plan/exposed_ms']:.0f} ms",
         f"{figures['seconds']:.1f} s",
     )
     return _columns(cells)
@@ -145,9 +147,17 @@ def summary_text(summary: Mapping[str, Any]) -> str:
         ("Predicted step", f"{s['baseline_value']:.3f} baseline -> {s['value']:.3f} planned, lower bound {s['bound']:.3f}"),
         ("", f"the baseline takes {gain:.1%} longer; the plan lies {s['value_over_bound'] - 1:.2%} above the bound"),
         ("Per step", f"{s['seconds_per_step']:.2f} s, {s['tokens_per_second']:.0f} tokens/s"),
-        ("", f"plan {s['plan_ms']:.0f} ms (median), {s['experts_moved_per_step']:.0f} experts moved"),
-        ("Under replay", f"sampler's and trainer's log-probabilities differ by at most {s['logprob_difference_max']:.1e}"),
+        ("", f"{s['experts_moved_per_step']:.0f} experts moved"),
+        (
+            "Planning",
+            f"{s['background_ms']:.0f} ms in the background, {s['exposed_ms']:.0f} ms exposed (medians)",
+        ),
     ]
+    if s["off_policy_steps"]:
+        rows.append(("Off-policy", f"windows were sampled up to {s['off_policy_steps']} step before the weights they trained"))
+    if "logprob_difference_max" in s:
+        text = f"sampler's and trainer's log-probabilities differ by at most {s['logprob_difference_max']:.1e}"
+        rows.append(("Under replay", text))
     return "\n" + "\n".join(f"{label:<18} {text}" for label, text in rows)
 
 

@@ -111,14 +111,14 @@ class RoutePackTrainer(Trainer):
         self.train_step(self._inputs(microbatches))
         if self.config.checkpoint.enable:
             self.checkpointer.save(self.step)
-        counts = {
-            "learning_rate": learning_rate,
+        counts: dict[str, float] = {
             "trained_tokens": trained_tokens,
             "num_microbatches": len(microbatches),
             "experts_moved": experts_moved,
         }
-        figures = {**cast(StepMetrics, self.metrics_processor).last, **self._mean_metrics(trained_tokens), **counts}
-        return {name: float(value) for name, value in figures.items()}
+        rates = {**cast(StepMetrics, self.metrics_processor).last, **self._mean_metrics(trained_tokens)}
+        rates |= {"learning_rate": learning_rate}
+        return {name: float(value) for name, value in rates.items()} | counts
 
     def log_probabilities(self, batch: RolloutBatch, plan: Plan) -> np.ndarray:
         """float32 [N]: the log-probability of every token given the earlier ones, under replay; 0 for first tokens.
