@@ -82,9 +82,7 @@ def test_a_baseline_is_only_passed_over_where_it_cannot_be_ahead():
     for seed in range(30):
         demand, options, cap = random_window(seed)
         try:
-            search = Search(
-                planner=Planner(**options, packer=AttentionAwarePacker(max_tokens=cap)), demand=demand, started=0.0
-            )
+            search = Search(planner=Planner(**options, packer=AttentionAwarePacker(max_tokens=cap)), demand=demand, started=0.0)
         except InfeasibleError:
             continue
         values = sorted(candidate.evaluation.value for candidate in search.peers(np.inf))
