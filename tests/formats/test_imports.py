@@ -140,6 +140,17 @@ def test_skyrl_mask_keeps_a_real_row_that_reads_like_filler():
     assert formats.load("skyrl", source, MODEL).batch.valid_T.tolist() == [True, True, True, False, True]
 
 
+def test_nemo_rl_filler_inside_counts_for_nothing_where_chance_is_out_of_the_question():
+    """Where turns were joined, the last row of an earlier one is 0 .. top_k - 1."""
+    ids = np.argsort(np.random.default_rng(0).random((9, 24, 128)), axis=2)[:, :, :4]
+    ids[4] = np.arange(4)
+    source = {"routed_experts": ids[None].astype(np.int8), "input_lengths": [9]}
+    deep = formats.load("nemo-rl", source, ModelRouting(num_experts=128)).batch
+    assert deep.valid_T.tolist() == [True] * 4 + [False] + [True] * 3
+    shallow = {"routed_experts": ids[None, :, :1].astype(np.int8), "input_lengths": [9]}
+    assert formats.load("nemo-rl", shallow, ModelRouting(num_experts=128)).batch.valid_T is None
+
+
 def test_verifiers_1672_a_last_node_one_row_short_is_kept():
     ids = routes(7)
     nodes = [
