@@ -243,72 +243,62 @@ def test_a_reference_that_leads_nowhere_ends_with_1(routepack, trace, override):
     assert err.startswith("routepack: ")
 
 
-@pytest.fixture
-def recorded(tmp_path):
-    """Responses of SGLang as JSON lines; one sequence in eight has no routes."""
-    from routepack.formats.sglang import export
-    from routepack.testing import synthetic_batch
-
-    lines = export(synthetic_batch(num_sequences=24, num_layers=3, num_experts=8, top_k=2, max_length=40))
-    for number, line in enumerate(lines):
-        if number % 8 == 3:
-            del line["meta_info"]["routed_experts"]
-    plain = [{name: value.tolist() if hasattr(value, "tolist") else value for name, value in line.items()} for line in lines]
-    (tmp_path / "rollouts.jsonl").write_text("\n".join(map(json.dumps, plain)))
-    return tmp_path / "rollouts.jsonl"
-
-
-SHAPE = ("--num-experts", 8, "--top-k", 2, "--num-layers", 3)
-
-
-def test_convert_writes_a_trace_that_plans_and_says_what_it_found(routepack, recorded):
-    out = recorded.parent / "trace.safetensors"
-    code, stdout, _ = routepack("convert", "--from", "sglang", recorded, out, *SHAPE)
-    assert code == 0
-    assert "24, 3 without routes" in stdout
-    assert "coverage" in stdout
-    assert load_window(out).num_sequences == 24
-    planned(routepack, out)
-
-
-def test_convert_reads_the_model_s_config(routepack, recorded):
-    (recorded.parent / "config.json").write_text(
-        json.dumps({"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 3})
-    )
-    out = recorded.parent / "trace.safetensors"
+def test_inspect_shows_routing_and_gains_and_writes_all_figures(routepack, trace, tmp_path):
+    out = tmp_path / "figures.json"
     code, stdout, _ = routepack(
-        "convert", "--from", "sglang", recorded, out, "--model-config", recorded.parent / "config.json", "--json"
+        "inspect", trace, "--ep", "2,3", "--dp", "2", "--max-tokens", 128, "--proposals", 500, "--json", out
     )
-    figures = json.loads(stdout)
-    assert (code, figures["num_sequences"], figures["without_routes"]) == (0, 24, 3)
+    assert code == 0
+    figures = json.loads(out.read_text())
+    hottest = figures["routing"]["layers"]["hottest_over_mean_L"]
+    assert f"{max(hottest):.2f}" in stdout
+    assert "does not divide" in stdout
+    assert [gain["gain"] is None for gain in figures["gains"]] == [False, True]
+
+
+def test_inspect_reads_a_demand_and_can_leave_planning_out(routepack, trace, tmp_path):
+    from routepack.components.collector import RoutingDemandCollector
+
+    save_demand(RoutingDemandCollector().collect(load_window(trace)), tmp_path / "demand.safetensors")
+    code, stdout, _ = routepack("inspect", tmp_path / "demand.safetensors", "--dp", "")
+    assert (code, "Hottest" in stdout, "planning" in stdout) == (0, True, False)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--num-experts", 4, "--top-k", 2, "--num-layers", 3), "are these physical ids"),
-        (("--num-experts", 8), "num_layers and top_k"),
-        ((), "give num_experts"),
-        ((*SHAPE, "--policy", "loose"), "policy='loose'"),
-        ((*SHAPE, "--moe-layers", "0-x"), "names layers as in 1-26,28"),
-        ((*SHAPE, "--moe-layers", "0,0"), "must name each MoE layer once"),
-        ((*SHAPE, "--require"), "3 of 24 sequences have no recorded routes"),
-        ((*SHAPE, "--veomni"), "--veomni is for --from verl"),
+        (["--ep", "two"], "--ep='two'"),
+        (["--sync", "never"], "--sync='never'"),
+        (["--model", "gpt-9"], "model 'gpt-9' is not known"),
+        (["--by", "taste"], "by='taste'"),
     ],
 )
-def test_convert_ends_with_1_and_leaves_what_was_there(routepack, recorded, options, message):
-    out = recorded.parent / "trace.safetensors"
-    out.write_bytes(b"before")
-    code, _, err = routepack("convert", "--from", "sglang", recorded, out, *options)
-    assert (code, out.read_bytes()) == (1, b"before")
-    assert message in err
+def test_inspect_names_the_option_that_is_wrong(routepack, trace, options, message):
+    code, _, err = routepack("inspect", trace, *options)
+    assert (code, message in err) == (1, True)
 
 
-def test_convert_lenient_masks_counts_and_reports(routepack, recorded):
-    out = recorded.parent / "trace.safetensors"
-    lenient = ("--num-experts", 7, "--top-k", 2, "--num-layers", 3, "--policy", "lenient", "--max-missing-share", 1.0)
-    code, stdout, _ = routepack("convert", "--from", "sglang", recorded, out, *lenient)
-    assert code == 0
-    assert "id not below num_experts" in stdout
-    assert "they look physical" in stdout
-    assert load_window(out).valid_T.any()
+def test_a_trace_s_own_words_do_not_style_the_terminal(routepack, trace, tmp_path):
+    from dataclasses import replace
+
+    save_trace(replace(load_window(trace), source="[red]x[/red]\x1b[31m\nno"), tmp_path / "hostile.safetensors")
+    code, stdout, _ = routepack("inspect", tmp_path / "hostile.safetensors", "--dp", "")
+    assert (code, "[red]x[/red]" in stdout, "\x1b" in stdout) == (0, True, False)
+
+
+def test_report_writes_one_page_with_or_without_the_trace(routepack, trace, tmp_path):
+    out, _ = planned(routepack, trace)
+    for given in ([trace], []):
+        page = tmp_path / "page.html"
+        code, stdout, _ = routepack("report", out, *given, "--out", page)
+        assert (code, "open it in a browser" in stdout) == (0, True)
+        text = page.read_text()
+        assert f"{load_plan(out).value:.3f}" in text
+        assert ("No trace was given" in text) == (not given)
+
+
+def test_report_refuses_another_trace(routepack, trace, tmp_path):
+    out, _ = planned(routepack, trace)
+    other = write_trace(tmp_path / "other.safetensors", lengths=np.arange(5, 29))
+    code, _, err = routepack("report", out, other, "--out", tmp_path / "page.html")
+    assert (code, "another window" in err, (tmp_path / "page.html").exists()) == (1, True, False)

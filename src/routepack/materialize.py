@@ -68,7 +68,7 @@ def microbatches(plan: Plan, batch: RolloutBatch, rank: int, *, pad_to_multiple_
         raise ConfigError(f"rank={rank} is not one of the plan's {plan.topology.data_parallel_degree} data-parallel ranks.")
     whole("pad_to_multiple_of", pad_to_multiple_of, least=1)
     cells = (plan.packing.sequences_of(microbatch, rank) for microbatch in range(plan.num_microbatches))
-    return [_padded(_microbatch(batch, sequences), plan, rank, pad_to_multiple_of) for sequences in cells]
+    return [_padded(microbatch_of(batch, sequences), plan, rank, pad_to_multiple_of) for sequences in cells]
 
 
 def scatter_back(microbatches: Sequence[Microbatch], results: Sequence[np.ndarray], num_tokens: int) -> np.ndarray:
@@ -114,7 +114,8 @@ def _check_modalities(plan: Plan, modality_S: np.ndarray) -> None:
         )
 
 
-def _microbatch(batch: RolloutBatch, sequences: np.ndarray) -> Microbatch:
+def microbatch_of(batch: RolloutBatch, sequences: np.ndarray) -> Microbatch:
+    """These sequences of the batch, end to end, without padding; what :func:`microbatches` does for every cell."""
     tokens_S = batch.num_tokens_S[sequences]
     fed_S = np.maximum(tokens_S - 1, 1)
     cu_seqlens = np.concatenate([[0], np.cumsum(fed_S)])
