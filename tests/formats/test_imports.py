@@ -88,6 +88,13 @@ def test_a_named_layer_of_zeros_is_no_route_and_is_reported():
     assert "MoE layers [2] hold nothing but zeros: they were not recorded." in report.suspicious
 
 
+def test_a_layer_of_zeros_and_minus_ones_mixed_is_no_dense_layer():
+    ids = routes(5)
+    ids[:, 0] = [-1, 0]
+    with pytest.raises(TraceError, match=r"5 rows with partly negative; row 0, layer 0 is \[-1, 0\]"):
+        formats.load("miles", [{"tokens": range(6), "rollout_routed_experts": ids}], MODEL)
+
+
 # Top-1 models, where no id can repeat
 
 

@@ -153,7 +153,7 @@ class Assembler:
             return
         ids_TLK = self._routes(segment)
         for layer in self.report.dropped_layers:
-            if (ids_TLK[:, layer] > 0).any():
+            if _holds_more(ids_TLK[:, layer]).any():
                 raise TraceError(
                     f"{self.where}: layer {layer} routes here, but was all zero in the sequences before, as a dense layer "
                     "is: name the layers that have a router (moe_layers)."
@@ -390,11 +390,19 @@ class Assembler:
 
 
 def _routed_layers(ids_TLK: np.ndarray) -> np.ndarray:
-    """bool [L]: where some id is positive. Most layers show in the first rows, so that few are read to the end."""
-    routed_L = np.asarray((ids_TLK[:256] > 0).any(axis=(0, 2)))
+    """bool [L]: where some row is neither zeros nor -1 throughout.
+
+    Most layers show in the first rows, so that few are read to the end.
+    """
+    routed_L = np.asarray(_holds_more(ids_TLK[:256]).any(axis=(0, 2)))
     for layer in np.flatnonzero(~routed_L):
-        routed_L[layer] = (ids_TLK[:, layer] > 0).any()
+        routed_L[layer] = _holds_more(ids_TLK[:, layer]).any()
     return routed_L
+
+
+def _holds_more(ids_K: np.ndarray) -> np.ndarray:
+    """Which ids [..., K] are positive, or differ from the first of their row."""
+    return (ids_K > 0) | (ids_K != ids_K[..., :1])
 
 
 def _native(ids_TLK: np.ndarray) -> np.ndarray:
