@@ -51,15 +51,14 @@ class RecordedSequence:
 class Assembler:
     """Takes sequences one by one, so that their sources can be released, and builds the batch."""
 
-    def __init__(self, model: ModelRouting, convention: Convention, options: ImportOptions, *, num_rows: int = 0) -> None:
-        """*num_rows*: how many rows are to come, if known; memory is then allocated once."""
+    def __init__(self, model: ModelRouting, convention: Convention, options: ImportOptions) -> None:
         self.model, self.convention, self.options = model, convention, options
         self.report = ImportReport(stack=convention.stack)
         self._shape: tuple[int, int] = (0, 0)
         self._kept_L: np.ndarray | None = None
         self._layer_ids: list[int] = []
-        self._ids = GrowingRows(id_dtype(model.num_experts), num_rows)
-        self._judged = GrowingRows(np.dtype(np.uint8), num_rows)
+        self._ids = GrowingRows(id_dtype(model.num_experts), is_large=True)
+        self._judged = GrowingRows(np.dtype(np.uint8))
         self._packed: np.ndarray | None = None
         self._rows: list[int] = []
         self._done: list[RecordedSequence] = []
@@ -101,6 +100,7 @@ class Assembler:
             self._shape = self._shape if any(self._shape) else (1, self.model.top_k or 1)
             self._keep(list(range(self._shape[0])))
         self._take_waiting()
+        self._ids.trim()
         batch = self._batch()
         self._summarise(batch)
         look_for_signs(batch, self.report, self._judged.rows & REPEATS > 0)
