@@ -6,7 +6,7 @@ DEMO := runs/demo
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-all lint gate bench docs clean
+.PHONY: help install demo test test-all lint gate bench fuzz docs clean
 
 help:          ## list what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -41,6 +41,12 @@ gate: install  ## compile every kernel for every architecture, on two Triton ver
 bench: install  ## the collector's and the planner's figures
 	$(BIN)/python benchmarks/collector.py
 	$(BIN)/python benchmarks/planner.py
+
+fuzz: install  ## a million inputs for every importer; takes hours
+	$(BIN)/pip install --quiet --group fuzz
+	for form in $$($(BIN)/python tests/fuzz/fuzz_importers.py --list 2>/dev/null); do \
+		$(BIN)/python tests/fuzz/fuzz_importers.py $$form --blind --runs 1000000 && \
+		$(BIN)/python tests/fuzz/fuzz_importers.py $$form --seconds 600 || exit 1; done
 
 docs: install  ## build the documentation into site/
 	$(BIN)/pip install --quiet -c constraints.txt --group docs
