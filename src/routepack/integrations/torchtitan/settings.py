@@ -58,6 +58,9 @@ class TrainerSettings:
     """What FSDP casts parameters to for compute; they are kept and updated in float32."""
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
     """What to recompute in the backward pass, as TorchTitan names it."""
+    gather: Literal["layer", "step"] = "layer"
+    """When FSDP's ranks meet. ``layer``: in every layer of every microbatch, whose parameters are gathered, used and freed.
+    ``step``: once a window, with parameters and gradients unsharded on every rank from its first to its last microbatch."""
     pad_to_multiple_of: int = 1
     """Microbatches are padded to a multiple of this many tokens."""
     seed: int = 0
@@ -90,6 +93,8 @@ class TrainerSettings:
             raise ConfigError(
                 f"trainer.activation_checkpoint={self.activation_checkpoint!r} is unknown: choose {', '.join(_RECOMPUTE)}."
             )
+        if self.gather not in ("layer", "step"):
+            raise ConfigError(f"trainer.gather={self.gather!r} is unknown: choose layer or step.")
         if self.param_dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"trainer.param_dtype={self.param_dtype!r} is unknown: choose float32 or bfloat16.")
 

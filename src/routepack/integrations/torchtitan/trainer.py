@@ -49,6 +49,8 @@ class RoutePackTrainer(Trainer):
         """What model_spec was made from."""
         pad_to_multiple_of: int = 1
         """As TrainerSettings.pad_to_multiple_of."""
+        gathers_once: bool = False
+        """Whether TrainerSettings.gather is ``step``."""
 
     placement: ExpertPlacement
     """Where the experts are now."""
@@ -61,7 +63,10 @@ class RoutePackTrainer(Trainer):
         self._microbatch: ReplayedMicrobatch | None = None
         self._loss: TokenLoss | None = None
         self._metric_sums: dict[str, Tensor] = {}
+        self._microbatches_left = 0
         super().__init__(config)
+        if config.gathers_once:
+            self.sharded.set_reshard_after_forward(False)
         initial = build_local_model(config.model, seed=config.debug.seed or 0)
         self.load_full_state({name: parameter.detach() for name, parameter in initial.named_parameters()})
 
@@ -71,7 +76,12 @@ class RoutePackTrainer(Trainer):
 
         Raises ConfigError, before any process group starts, where parallel degrees fit neither the ranks nor the experts.
         """
-        config = cls.Config(model=model, pad_to_multiple_of=settings.pad_to_multiple_of, **config_fields(model, settings))
+        config = cls.Config(
+            model=model,
+            pad_to_multiple_of=settings.pad_to_multiple_of,
+            gathers_once=settings.gather == "step",
+            **config_fields(model, settings),
+        )
         start_alone()
         return cls(config)
 
@@ -79,6 +89,11 @@ class RoutePackTrainer(Trainer):
     def model(self) -> Decoder:
         """The model, sharded."""
         return cast(Decoder, self.model_parts[0])
+
+    @property
+    def sharded(self) -> FSDPModule:
+        """The same model as what FSDP made of it."""
+        return cast(FSDPModule, self.model_parts[0])
 
     def init_distributed(self) -> ParallelDims:
         """TorchTitan's meshes, on the process group that exists or on the one that TorchTitan starts."""
@@ -104,7 +119,7 @@ class RoutePackTrainer(Trainer):
         trained_tokens = num_trained_tokens(batch)
         experts_moved = self._move(plan.placement)
         self._loss, self._metric_sums = loss, {}
-        self.gradient_accumulation_steps = len(microbatches)
+        self.gradient_accumulation_steps = self._microbatches_left = len(microbatches)
         self.step += 1
         self.gc_handler.run(self.step)
         learning_rate = self.learning_rate
@@ -207,6 +222,7 @@ class RoutePackTrainer(Trainer):
         microbatch, token_loss = self._microbatch, self._loss
         if microbatch is None or token_loss is None:
             return super()._forward_backward_body(inputs, labels, global_valid_tokens, extra_kwargs)
+        self._defer_until_last()
         with self.train_context():
             logprobs_n = self._logprobs(inputs, extra_kwargs, microbatch.targets_n)
             logprobs_n = torch.where(microbatch.loss_mask_n.bool(), logprobs_n, torch.zeros_like(logprobs_n))
@@ -216,6 +232,13 @@ class RoutePackTrainer(Trainer):
         self._add_metrics(token_loss, logprobs_n.detach(), microbatch)
         overrides.set_replay(self.model, None)
         return loss
+
+    def _defer_until_last(self) -> None:
+        """Where parameters are gathered once a window, gradients stay unsharded too until its last microbatch."""
+        self._microbatches_left -= 1
+        if cast(RoutePackTrainer.Config, self.config).gathers_once:
+            self.sharded.set_requires_gradient_sync(self._microbatches_left == 0)
+            self.sharded.set_reshard_after_backward(self._microbatches_left == 0)
 
     def _logprobs(self, inputs: Tensor, extra_kwargs: dict[str, Any], targets_n: Tensor) -> Tensor:
         logits_nV = self.model(inputs, **extra_kwargs)[0].float()
