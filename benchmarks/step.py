@@ -26,9 +26,9 @@ import numpy as np
 
 ARMS = ("baseline", "reroute", "pack", "joint", "balanced")
 EP = 2
-MODEL = {"dim": 320, "moe_hidden_dim": 640, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "vocab_size": 1024}
+MODEL = {"dim": 256, "moe_hidden_dim": 640, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "vocab_size": 1024}
 LAYERS, EXPERTS, TOP_K = 3, 16, 2
-CALIBRATING = 36
+CALIBRATING = 30
 """Steps of the calibration, of other windows and sizes; they also warm up."""
 
 
@@ -37,7 +37,7 @@ def parse():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30, help="steps of every arm")
     parser.add_argument("--windows", type=int, default=6, help="different windows, taken in turn")
-    parser.add_argument("--sequences", type=int, default=20, help="of a window, per rank")
+    parser.add_argument("--sequences", type=int, default=40, help="of a window, per rank")
     parser.add_argument("--calibrating", type=int, default=CALIBRATING, help="steps to calibrate with, before")
     parser.add_argument("--recorded", action="store_true", help="routes and lengths of the DeepSeek-V2-Lite trace, 64 experts")
     parser.add_argument("--gather", choices=("step", "layer"), default="step", help="trainer.gather")
@@ -105,8 +105,8 @@ class Bench:
 
         kept = []
         self.rp, self.dist, self.args, self.kept, self.Kept = rp, dist, args, kept, Kept
-        experts, top_k, hidden = (64, 6, 224) if args.recorded else (EXPERTS, TOP_K, MODEL["moe_hidden_dim"])
-        self.max_tokens = 1536 if args.recorded else MAX_TOKENS
+        experts, top_k, hidden = (64, 6, 208) if args.recorded else (EXPERTS, TOP_K, MODEL["moe_hidden_dim"])
+        self.max_tokens = MAX_TOKENS
         shape = {"num_layers": LAYERS, "num_experts": experts, "top_k": top_k, "max_seq_len": self.max_tokens}
         self.model = TinyQwen3MoE(**{**MODEL, "moe_hidden_dim": hidden}, **shape)
         settings = TrainerSettings(
@@ -221,7 +221,7 @@ class Bench:
         rp = self.rp
         demands = [rp.RoutingDemandCollector().collect(window["joint"].batch) for window in windows]
         with rp.BackgroundPlanner(planner=self.planner(rp.ExpertRerouter(), rp.AttentionAwarePacker)) as background:
-            for number in range(2 * len(windows)):
+            for number in range(len(windows)):
                 window, coming = windows[number % len(windows)], demands[(number + 1) % len(windows)]
                 alone.append(self.step(window["joint"])[0])
                 if self.rank == 0:
