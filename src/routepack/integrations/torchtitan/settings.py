@@ -26,7 +26,9 @@ from torchtitan.protocols.model_spec import ModelSpec
 from routepack.checks import real
 from routepack.errors import ConfigError
 from routepack.integrations.torchtitan.model import TrainedModel, num_experts_of
+from routepack.integrations.torchtitan.moves import STAGING_BYTES
 
+LEAST_STAGING_BYTES = 2**16
 _RECOMPUTE: dict[str, type[ActivationCheckpointing] | None] = {"none": None, "selective": SelectiveAC, "full": FullAC}
 
 
@@ -55,7 +57,11 @@ class TrainerSettings:
     num_steps: int = 10_000
     """TorchTitan's ``training.steps``; only its own loop ends there, ``update`` may be called on."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What FSDP casts parameters to for compute; they are kept and updated in float32."""
+    """What FSDP casts parameters to for compute."""
+    storage_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What parameters and both moments are kept and updated in. bfloat16 loses small updates."""
+    staging_bytes: int = STAGING_BYTES
+    """The most memory that a rank uses to send and receive experts that move."""
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
     """What to recompute in the backward pass, as TorchTitan names it."""
     pad_to_multiple_of: int = 1
@@ -90,8 +96,14 @@ class TrainerSettings:
             raise ConfigError(
                 f"trainer.activation_checkpoint={self.activation_checkpoint!r} is unknown: choose {', '.join(_RECOMPUTE)}."
             )
-        if self.param_dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"trainer.param_dtype={self.param_dtype!r} is unknown: choose float32 or bfloat16.")
+        for name in ("param_dtype", "storage_dtype"):
+            if getattr(self, name) not in ("float32", "bfloat16"):
+                raise ConfigError(f"trainer.{name}={getattr(self, name)!r} is unknown: choose float32 or bfloat16.")
+        if self.staging_bytes < LEAST_STAGING_BYTES:
+            raise ConfigError(
+                f"trainer.staging_bytes={self.staging_bytes} must be at least {LEAST_STAGING_BYTES}: every moving expert needs "
+                "a part of it."
+            )
 
     def shard_degree(self, world_size: int, num_experts: int) -> int:
         """The ranks that FSDP shards over. Raises ConfigError where the degrees do not fit the world or the experts."""
@@ -220,6 +232,7 @@ def _training(settings: TrainerSettings, spec: ModelSpec) -> TrainingConfig:
         max_norm=settings.max_norm,
         steps=settings.num_steps,
         disable_cuda_graphs=True,
+        dtype=settings.storage_dtype,
         mixed_precision_param=settings.param_dtype,
     )
 
