@@ -21,9 +21,9 @@ def test_a_plan_that_nobody_made_cannot_be_shared():
 
 
 def test_a_lost_peer_is_named_with_what_was_going_on():
-    with pytest.raises(RankLostError, match=r"lost another rank while experts moved \(\[gloo/x.cc:1\] Connection closed\)"):
-        with distributed.together("experts moved"):
-            raise RuntimeError("[gloo/x.cc:1] Connection closed\nmore")
+    message = r"lost another rank while experts moved \(\[gloo/x.cc:1\] Connection closed\)"
+    with pytest.raises(RankLostError, match=message), distributed.together("experts moved"):
+        raise RuntimeError("[gloo/x.cc:1] Connection closed\nmore")
 
 
 def test_an_error_that_is_not_the_transports_passes():

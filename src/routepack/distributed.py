@@ -55,6 +55,12 @@ def together(what: str) -> Iterator[None]:
         ) from error
 
 
+def backend_device() -> torch.device:
+    """Where tensors must lie for the world's collectives: on the accelerator if its backend is NCCL, else on the CPU."""
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.accelerator.current_device_index()) if nccl else torch.device("cpu")
+
+
 def broadcast_plan(plan: Plan | None, *, source: int = 0) -> Plan:
     """Rank *source*'s plan, on every rank."""
     if num_ranks() > 1:
@@ -67,16 +73,34 @@ def broadcast_plan(plan: Plan | None, *, source: int = 0) -> Plan:
     return plan
 
 
-def agree(digest: str, what: str, *, error: RoutePackError | None = None, device: torch.device | str = "cpu") -> None:
+def broadcast_number(number: int, *, source: int = 0) -> int:
+    """Rank *source*'s number, on every rank."""
+    if num_ranks() == 1:
+        return number
+    shared = [number]
+    with together(f"rank {source} shared a number"):
+        dist.broadcast_object_list(shared, src=source)
+    return shared[0]
+
+
+def meet(what: str) -> None:
+    """Wait until every rank is here; *what* says in an error what was going on."""
+    if num_ranks() > 1:
+        with together(what):
+            dist.barrier()
+
+
+def agree(digest: str, what: str, *, error: RoutePackError | None = None, device: torch.device | str | None = None) -> None:
     """Go on only if no rank has an *error* and all hold the same *digest* of *what*; otherwise every rank raises.
 
     A rank with an error raises that one, the others a PlanError: no rank is left waiting in a later collective.
 
     Args:
         digest: hexadecimal, such as ``plan.content_digest()``.
+        device: of the tensors that are compared; None: one that the ranks' backend takes.
     """
     words = np.frombuffer(bytes.fromhex(digest)[:32].ljust(32, b"\0"), dtype=np.int64)
-    mine = torch.tensor([int(error is not None), *words.tolist()], dtype=torch.int64, device=device)
+    mine = torch.tensor([int(error is not None), *words.tolist()], dtype=torch.int64, device=device or backend_device())
     lowest, highest = mine, mine.clone()
     if num_ranks() > 1:
         lowest = mine.clone()

@@ -27,3 +27,7 @@ class PlanError(RoutePackError):
 
 class RankLostError(RoutePackError):
     """Another rank ended, or no longer answers, while all had to work together; the message says at what."""
+
+
+class CheckpointError(RoutePackError):
+    """A checkpoint that cannot be written, or does not fit the model that it is loaded into."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def build_trainer(
     ep: int, *, cls: type[RoutePackTrainer] = RoutePackTrainer, tiny: dict | None = None, **changes: Any
 ) -> RoutePackTrainer:
     torch.manual_seed(1 + dist.get_rank())  # what the ranks drew before must not matter
-    settings = TrainerSettings(expert_parallel_degree=ep, seed=7, **{"dump_folder": tempfile.gettempdir(), **changes})
+    settings = TrainerSettings(expert_parallel_degree=ep, **{"seed": 7, "dump_folder": tempfile.gettempdir(), **changes})
     return cls.from_settings(model=TinyQwen3MoE(**(tiny or {})), settings=settings)
 
 
@@ -262,24 +263,63 @@ def local_log_probabilities(trainer: RoutePackTrainer, batch: RolloutBatch) -> n
 
 
 @check
-def resumes(ep: int, folder: str) -> dict[str, Any]:
-    """The step after a checkpoint, without and with everything lost and loaded again in between."""
-    trainer = build_trainer(ep, checkpoint_interval=2, dump_folder=folder)
+def saves(ep: int, folder: str, **changes: Any) -> dict[str, Any]:
+    """Trains four steps with a move each and saves after the second; what the next two gave, and all logical tensors."""
+    trainer = build_trainer(ep, checkpoint_interval=2, dump_folder=folder, **changes)
     batch, topology = windows.window(0), topology_of(trainer)
     for step in range(2):
         trainer.update(batch, windows.shuffled_plan(batch, topology, step), CrossEntropyTokenLoss())
-    saved = trainer.placement.physical_to_logical_LP
+    placement, saved = trainer.placement.physical_to_logical_LP, everything(trainer)
+    went_on = go_on(trainer)
+    trainer.checkpointer.maybe_wait_for_saving()
+    return {"saved": saved, "placement": placement, "went_on": went_on}
+
+
+@check
+def loads(ep: int, folder: str, **changes: Any) -> dict[str, Any]:
+    """What another trainer, with other weights at other places, has after loading the last step; and its next two steps."""
+    trainer = build_trainer(ep, checkpoint_interval=2, dump_folder=folder, **{"seed": 8, **changes})
+    batch = windows.window(1)
+    trainer.update(batch, windows.shuffled_plan(batch, topology_of(trainer), 5), CrossEntropyTokenLoss())
+    step = trainer.resume()
+    placement, loaded = trainer.placement.physical_to_logical_LP, everything(trainer)
+    return {"step": step, "loaded": loaded, "placement": placement, "went_on": go_on(trainer)}
+
+
+def go_on(trainer: RoutePackTrainer) -> dict[str, Any]:
+    """Two more steps, not saved."""
+    batch, topology = windows.window(0), topology_of(trainer)
     plans = [windows.shuffled_plan(batch, topology, seed) for seed in (8, 9)]
-    went_on = [trainer.update(batch, plan, CrossEntropyTokenLoss())["loss"] for plan in plans]
-    other = build_trainer(ep, checkpoint_interval=2, dump_folder=folder)
-    other.update(batch, plans[0], CrossEntropyTokenLoss())
-    other.checkpointer.load(step=2)
-    restored = np.array_equal(other.placement.physical_to_logical_LP, saved)
-    return {
-        "went_on": went_on,
-        "resumed": [other.update(batch, plan, CrossEntropyTokenLoss())["loss"] for plan in plans],
-        "placement_restored": restored,
-    }
+    losses = [trainer.update(batch, plan, CrossEntropyTokenLoss(), save=False)["loss"] for plan in plans]
+    return {"losses": losses, "tensors": everything(trainer)}
+
+
+def everything(trainer: RoutePackTrainer) -> dict[str, np.ndarray]:
+    """All parameters and moments in full, experts in logical order, by DTensor's own gathering."""
+    tensors, orders = {}, {}
+    for layer, placed in enumerate(overrides.placed_layers(trainer.model)):
+        order = torch.from_numpy(trainer.placement.logical_to_physical_LE[layer].astype(np.int64))
+        orders.update({id(parameter): order for parameter in placed.inner_experts.parameters()})
+    for name, parameter in trainer.model.named_parameters():
+        parts = {name: parameter}
+        for optimizer in trainer.optimizers:
+            state = optimizer.state.get(parameter, {})
+            parts.update({f"{name}/{key}": value for key, value in state.items() if value.numel() > 1})
+        for key, value in parts.items():
+            full = value.full_tensor().detach()
+            full = full[orders[id(parameter)]] if id(parameter) in orders else full
+            tensors[key] = full.float().numpy().copy()
+    return tensors
+
+
+@check
+def exports(ep: int, folder: str, seed: int | None, **changes: Any) -> list[str]:
+    """Writes the weights in Hugging Face's format after moving the experts, or before."""
+    trainer = build_trainer(ep, **changes)
+    if seed is not None:
+        trainer.move_experts(windows.random_placement(seed))
+    trainer.export_huggingface(folder, dtype=torch.float32)
+    return sorted(path.name for path in Path(folder).iterdir())
 
 
 @check

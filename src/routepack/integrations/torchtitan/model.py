@@ -16,6 +16,7 @@ from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.qwen3.model import Qwen3Model
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
 from routepack.errors import ConfigError
@@ -100,7 +101,7 @@ class TinyQwen3MoE(TrainedModel):
             parallelize_fn=qwen3.parallelize_qwen3,
             pipelining_fn=None,
             post_optimizer_build_fn=None,
-            state_dict_adapter=None,
+            state_dict_adapter=Qwen3StateDictAdapter,
         )
 
     def _model_config(self) -> Qwen3Model.Config:
@@ -202,9 +203,7 @@ def load_parameters(local: nn.Module, parameters: Iterable[tuple[str, Tensor]]) 
         own[name].copy_(value)
 
 
-def checked(
-    parameters: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]
-) -> Iterator[tuple[str, Tensor]]:
+def checked(parameters: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
     """The same *parameters*; raises ConfigError at one that *shapes* does not have, and at the end where one was missing."""
     seen: dict[str, torch.Size] = {}
     for name, value in parameters:

@@ -230,9 +230,7 @@ def layer_exchanges(
     ]
 
 
-def expert_tensors(
-    experts: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
-) -> Iterator[tuple[Tensor, ShardLayout]]:
+def expert_tensors(experts: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, ShardLayout]]:
     """This rank's shard of each expert weight and of all optimizer state that it has, in one order on every rank."""
     optimizers = list(optimizers)
     for _, parameter in sorted(experts.named_parameters(recurse=False)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer.base import ModelWrapper
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import ParallelDims
@@ -20,9 +22,8 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.trainer import Trainer
 
 from routepack import distributed, materialize
-from routepack.arrays import digest_of
 from routepack.errors import PlanError, RankLostError, RoutePackError, TraceError
-from routepack.integrations.torchtitan import initialization, moves, overrides
+from routepack.integrations.torchtitan import folders, huggingface, initialization, moves, overrides
 from routepack.integrations.torchtitan.losses import TokenLoss
 from routepack.integrations.torchtitan.model import TrainedModel, check_names, checked, moe_layer_ids, num_experts_of
 from routepack.integrations.torchtitan.replayed import ReplayedMicrobatch, num_trained_tokens
@@ -57,6 +58,8 @@ class RoutePackTrainer(Trainer):
     """Where the experts are now."""
     last_move: moves.MoveFigures
     """What the latest move took."""
+    windows_done: int
+    """Windows that a loop has trained; it counts them itself, checkpoints keep the count."""
 
     def __init__(self, config: Config) -> None:
         assert config.model_spec is not None
@@ -67,6 +70,7 @@ class RoutePackTrainer(Trainer):
         self._loss: TokenLoss | None = None
         self._metric_sums: dict[str, Tensor] = {}
         self.last_move = moves.MoveFigures()
+        self.windows_done = 0
         self._torn: RankLostError | None = None
         self.prepare_initialization(config)
         super().__init__(config)
@@ -102,11 +106,12 @@ class RoutePackTrainer(Trainer):
             return super().init_distributed()
         return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
 
-    def update(self, batch: RolloutBatch, plan: Plan, loss: TokenLoss) -> dict[str, float]:
+    def update(self, batch: RolloutBatch, plan: Plan, loss: TokenLoss, *, save: bool = True) -> dict[str, float]:
         """One optimizer step on a window: move experts as planned, then M microbatches, then AdamW.
 
         Every rank passes the same batch, plan and loss. The sum of the losses is divided by all tokens of the window that
-        ``loss_mask`` trains, so packing and placement change neither the loss nor the gradient.
+        ``loss_mask`` trains, so packing and placement change neither the loss nor the gradient. With *save*, a checkpoint
+        that is due is saved; without, the caller calls :meth:`save`.
 
         Returns:
             ``loss``, ``grad_norm`` (before clipping), ``learning_rate``, ``trained_tokens``, ``num_microbatches``,
@@ -124,9 +129,10 @@ class RoutePackTrainer(Trainer):
         self.step += 1
         self.gc_handler.run(self.step)
         learning_rate = self.learning_rate
-        self.train_step(self._inputs(microbatches))
-        if self.config.checkpoint.enable:
-            self.checkpointer.save(self.step)
+        with distributed.together(f"step {self.step} was trained"):
+            self.train_step(self._inputs(microbatches))
+        if save:
+            self.save()
         counts = {
             "learning_rate": learning_rate,
             "trained_tokens": trained_tokens,
@@ -144,7 +150,8 @@ class RoutePackTrainer(Trainer):
         """
         microbatches = self._agreed_microbatches(batch, plan)
         self.move_experts(plan.placement)
-        results = [self._forward_only(microbatch) for microbatch in microbatches]
+        with distributed.together("log-probabilities were computed"):
+            results = [self._forward_only(microbatch) for microbatch in microbatches]
         self._reshard()
         logprobs_N = materialize.scatter_back(microbatches, results, int(batch.num_tokens_S.sum()))
         return distributed.sum_over_ranks(torch.from_numpy(logprobs_N).to(self.device)).cpu().numpy()
@@ -174,7 +181,7 @@ class RoutePackTrainer(Trainer):
                 move. Every rank keeps the placement that it had.
             RankLostError: a rank was lost during the move. The experts are torn: this trainer refuses to go on.
         """
-        self._check_whole()
+        self.check_whole()
         self._reshard()
         try:
             self.last_move = moves.move_experts(
@@ -189,7 +196,7 @@ class RoutePackTrainer(Trainer):
         except RankLostError as error:
             self._torn = error
             raise
-        self._set_placement(placement)
+        self.set_placement(placement)
         return self.last_move.num_experts
 
     def _reshard(self) -> None:
@@ -199,13 +206,14 @@ class RoutePackTrainer(Trainer):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _check_whole(self) -> None:
+    def check_whole(self) -> None:
+        """Raise RankLostError if a move was interrupted and the experts are torn."""
         if self._torn is not None:
             raise RankLostError(f"an earlier move did not end, this trainer cannot go on: {self._torn}")
 
     def logical_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Full parameters by name, experts in logical order, on every rank, one at a time. Collective at every step."""
-        self._check_whole()
+        self.check_whole()
         logical_LE = self._slots(self.placement.logical_to_physical_LE)
         for name, parameter in self._named_parameters():
             full = _full(parameter)
@@ -241,15 +249,42 @@ class RoutePackTrainer(Trainer):
         """The full shape of every parameter, by name."""
         return {name: parameter.shape for name, parameter in self._named_parameters()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """TorchTitan's training state and the placement that the saved weights and moments are in."""
-        slots_LP = torch.from_numpy(self.placement.physical_to_logical_LP.astype(np.int64))
-        return {**super().state_dict(), "physical_to_logical_LP": slots_LP}
+    @property
+    def expert_parallel_degree(self) -> int:
+        """R, the ranks that share one copy of the experts."""
+        return self.parallel_dims.ep
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take training state and placement; weights and moments are loaded beside it, already in that placement."""
-        super().load_state_dict(state_dict)
-        self._set_placement(ExpertPlacement(physical_to_logical_LP=state_dict["physical_to_logical_LP"]))
+    def logical_of_parameter(self) -> dict[str, np.ndarray]:
+        """int64 [P] for each expert parameter by name: the expert in each slot."""
+        slots = self._slots(self.placement.physical_to_logical_LP)
+        return {name: logical_P.cpu().numpy() for name, logical_P in slots.items()}
+
+    def resume(self) -> int:
+        """Load the last complete checkpoint if there is one; gives the number of steps that were trained. Collective.
+
+        Ranks, EP degree and placement may differ from those that it was saved with. The placement is restored where the EP
+        degree is the same; elsewhere expert e is in slot e.
+        """
+        self.checkpointer.load(step=self.config.checkpoint.load_step)
+        return self.step
+
+    def save(self, *, last: bool = False) -> bool:
+        """Save a checkpoint if one is due, or if none was saved of the *last* step; whether one was. Collective."""
+        return self.checkpointer.save(self.step, last_step=last)
+
+    def export_huggingface(self, folder: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Write the weights in Hugging Face's format into a new *folder*, experts in logical order. Collective.
+
+        Raises ConfigError where the model has no names in that format, CheckpointError where the folder cannot be written.
+        """
+        self.check_whole()
+        spec, state = self.config.model_spec, ModelWrapper(self.model_parts).state_dict()
+        assert spec is not None
+        adapter = spec.state_dict_adapter(self.model_config, None) if spec.state_dict_adapter else None
+        floats = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
+        unfinished = folders.fresh_folder(Path(folder))
+        huggingface.write(unfinished, floats, adapter, self.logical_of_parameter())
+        folders.commit(unfinished, Path(folder))
 
     def post_dataloading_process(self, input_dict: dict[str, Any], labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """TorchTitan's hook before the forward: takes RoutePack's microbatch out and sets its routes for replay."""
@@ -335,7 +370,8 @@ class RoutePackTrainer(Trainer):
         placed, own = placement.physical_to_logical_LP.shape, self.placement.physical_to_logical_LP.shape
         return None if placed == own else PlanError(f"the placement is of {placed} [layers, experts]; the model has {own}.")
 
-    def _set_placement(self, placement: ExpertPlacement) -> None:
+    def set_placement(self, placement: ExpertPlacement) -> None:
+        """From now on the weights, as they lie, are those of *placement*; :meth:`move_experts` moves them."""
         self.placement = placement
         for layer, slots_P in zip(overrides.placed_layers(self.model), placement.physical_to_logical_LP, strict=True):
             layer.set_placement(torch.from_numpy(slots_P.astype(np.int64)).to(self.device))
