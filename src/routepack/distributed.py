@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from routepack.errors import PlanError, RankLostError, RoutePackError
 from routepack.planned import Plan
+
+T = TypeVar("T")
 
 
 def num_ranks() -> int:
@@ -73,14 +75,33 @@ def broadcast_plan(plan: Plan | None, *, source: int = 0) -> Plan:
     return plan
 
 
-def broadcast_number(number: int, *, source: int = 0) -> int:
-    """Rank *source*'s number, on every rank."""
-    if num_ranks() == 1:
-        return number
-    shared = [number]
-    with together(f"rank {source} shared a number"):
-        dist.broadcast_object_list(shared, src=source)
-    return shared[0]
+def from_rank(source: int, make: Callable[[], T], what: str) -> T:
+    """What *make* gives on rank *source*, on every rank. Only there is it called.
+
+    Where it raises, every rank raises: rank *source* the error itself, the others a PlanError that quotes it. No rank is
+    left waiting.
+
+    Args:
+        what: a name for errors, such as ``plan``.
+    """
+    value, error = None, None
+    if this_rank() == source:
+        try:
+            value = make()
+        except Exception as caught:
+            # Raised below, once the others have heard of it.
+            error = caught
+    said = f"{type(error).__name__}: {error}" if error is not None else ""
+    if num_ranks() > 1:
+        shared = [(value, said)]
+        with together(f"rank {source} made the {what}"):
+            dist.broadcast_object_list(shared, src=source)
+        value, said = shared[0]
+    if error is not None:
+        raise error
+    if said:
+        raise PlanError(f"rank {source} could not make the {what}: {said}")
+    return cast(T, value)
 
 
 def meet(what: str) -> None:

@@ -7,7 +7,9 @@ measure; the tests judge.
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,13 @@ from torch.distributed.tensor import DTensor
 
 from routepack import distributed, materialize
 from routepack.components.packer import AttentionAwarePacker
-from routepack.errors import RoutePackError
+from routepack.errors import PlanError, RoutePackError
 from routepack.integrations.torchtitan import model, moves, overrides
+from routepack.integrations.torchtitan.launch import build_experiment, load
 from routepack.integrations.torchtitan.losses import CrossEntropyTokenLoss, GRPOTokenLoss, TokenLoss
 from routepack.integrations.torchtitan.model import TinyQwen3MoE, build_local_model
+from routepack.integrations.torchtitan.progress import Progress
+from routepack.integrations.torchtitan.rl import RLRun
 from routepack.integrations.torchtitan.settings import TrainerSettings
 from routepack.integrations.torchtitan.trainer import RoutePackTrainer
 from routepack.planner import Planner
@@ -350,3 +355,94 @@ def message_of(attempt: Callable[[], Any]) -> str:
     except RoutePackError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+TINY_RL = Path(__file__).parents[3] / "configs/tiny_rl.yaml"
+SMALL_RL = {
+    "model.dim": 32, "model.moe_hidden_dim": 16, "model.num_layers": 2, "model.num_experts": 4, "task.max_answer_symbols": 16,
+    "warmup.num_steps": 1, "warmup.batch_size": 8, "rl.num_steps": 3, "rollout.prompts_per_step": 4,
+    "rollout.rollouts_per_prompt": 2, "rollout.max_new_tokens": 20, "packer.max_tokens": 64, "num_proposals": 2000,
+}  # fmt: skip
+
+
+def rl_run(**changes: Any) -> RLRun:
+    options = SMALL_RL | {"topology.data_parallel_degree": dist.get_world_size(), "out": tempfile.mkdtemp()} | changes
+    experiment = build_experiment(load([TINY_RL], [f"{name}={value}" for name, value in options.items()]))
+    return RLRun(experiment=experiment, progress=Progress(enabled=False, log_folder=experiment.out))
+
+
+def untimed(history: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Figures without those that the clock gives."""
+    return [{k: v for k, v in one.items() if "second" not in k and not k.endswith("_ms")} for one in history]
+
+
+def weights(run: RLRun) -> dict[str, np.ndarray]:
+    return {name: value.numpy() for name, value in run.trainer.logical_state_dict().items()}
+
+
+def planning_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("routepack-")]
+
+
+@check
+def reinforces(**changes: Any) -> dict[str, Any]:
+    run, plans = rl_run(**changes), []
+    result = run.planning.result
+    run.planning.result = lambda: plans.append(result()) or plans[-1]
+    summary = run.run()
+    return {
+        "history": untimed(run.history),
+        "timings": [timing for _, timing in plans],
+        "digests": [plan.digest for plan, _ in plans],
+        "budgets": [plan.budget for plan, _ in plans],
+        "weights": weights(run),
+        "summary": summary,
+        "threads": planning_threads(),
+    }
+
+
+@check
+def reinforces_on_the_spot(**changes: Any) -> dict[str, Any]:
+    """The loop without any background: sample a window whole, plan it, then train on it."""
+    run, digests, history = rl_run(**changes), [], []
+    run.planning.add = lambda sequence, rollout: None
+    run.planning.finish = lambda rollouts, previous: None
+    for step in range(run.experiment.warmup.num_steps):
+        run.warm_up(step)
+    for step in range(run.experiment.rl.num_steps):
+        batch, _ = run.sample(step, step, run.trainer.placement)
+        plan = run.experiment.planner.plan(batch, previous=run.trainer.placement) if dist.get_rank() == 0 else None
+        plan = distributed.broadcast_plan(plan)
+        moved = run.trainer.move_experts(plan.placement)
+        old = {"logprobs_old": run.trainer.log_probabilities(batch, plan)}
+        run.trainer.set_learning_rate(run.experiment.rl.rate_at(step))
+        trained = replace(batch, token_fields={**batch.token_fields, **old})
+        figures = run.trainer.update(trained, plan, run.experiment.loss)
+        history.append(figures | {"reward": float(batch.sequence_fields["rewards"].mean()), "experts_moved": moved})
+        digests.append(plan.digest)
+    return {"history": history, "digests": digests, "weights": weights(run)}
+
+
+class FailingPlanner(Planner):
+    """Plans one window."""
+
+    planned = False
+
+    def plan(self, window, previous=None):
+        """Fails at the second."""
+        if self.planned:
+            raise ZeroDivisionError("no second plan")
+        self.planned = True
+        return super().plan(window, previous)
+
+
+@check
+def fails_to_plan(**changes: Any) -> dict[str, Any]:
+    """What each rank raises where a window of the loop cannot be planned, and what is left running."""
+    run = rl_run(**{"warmup.num_steps": 0} | changes)
+    planner = run.planning.planner
+    run.planning._background.planner = FailingPlanner(**{one.name: getattr(planner, one.name) for one in fields(planner)})
+    with pytest.raises((PlanError, ZeroDivisionError)) as caught:
+        run.run()
+    dist.barrier()
+    return {"error": f"{type(caught.value).__name__}: {caught.value}", "threads": planning_threads()}

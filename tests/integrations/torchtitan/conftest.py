@@ -120,6 +120,23 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.fixture(scope="session")
+def rl_pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Two ranks that reinforce."""
+    ahead = {"rl.async_level": 1}
+    checks: list[Check] = [
+        ("level 0", "reinforces", {}),
+        ("on the spot", "reinforces_on_the_spot", {}),
+        ("level 1", "reinforces", ahead),
+        ("level 1 again", "reinforces", ahead),
+        ("level 1, other seed", "reinforces", ahead | {"seed": 1, "rl.num_steps": 1}),
+        ("in time", "reinforces", {"rl.plan_ready_seconds": 0.5, "rl.num_steps": 1}),
+        ("fails", "fails_to_plan", {}),
+        ("fails ahead", "fails_to_plan", ahead),
+    ]
+    return launch(checks, 2, tmp_path_factory.mktemp("rl_pair"))
+
+
+@pytest.fixture(scope="session")
 def quad(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Four ranks, in two EP groups or one."""
     both = [trains(ep, plans) for ep in (2, 4) for plans in ("first_fit", "planner")]

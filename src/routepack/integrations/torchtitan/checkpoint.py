@@ -183,7 +183,7 @@ class PlacedCheckpointManager(CheckpointManager):
 
     def _find_load_step(self, folder: str = "") -> int:
         """The last complete checkpoint's step, as rank 0 sees it; -1 where there is none."""
-        return distributed.broadcast_number(max(self._complete_steps(folder), default=-1))
+        return distributed.from_rank(0, lambda: max(self._complete_steps(folder), default=-1), "choice of a checkpoint")
 
     def _complete_steps(self, folder: str = "") -> list[int]:
         matches = {path: re.fullmatch(r"step-(\d+)", path.name) for path in Path(folder or self.folder).glob("step-*")}

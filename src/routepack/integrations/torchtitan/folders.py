@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 from routepack import distributed
-from routepack.arrays import digest_of
 from routepack.errors import CheckpointError
 
 UNFINISHED, DISCARDED = ".unfinished-", ".discarded-"
@@ -15,28 +14,30 @@ UNFINISHED, DISCARDED = ".unfinished-", ".discarded-"
 
 
 def fresh_folder(final: Path) -> Path:
-    """An empty folder beside *final* to write it in. Raises CheckpointError on all ranks where it cannot be made."""
+    """An empty folder beside *final* to write it in. Raises an error on all ranks where it cannot be made."""
     unfinished = _hidden(final, UNFINISHED)
-    error = None
-    if distributed.this_rank() == 0:
+
+    def make() -> None:
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-        except OSError as caught:
-            error = CheckpointError(f"{unfinished} cannot be made: {caught.strerror or caught}: choose a folder to write in.")
-    distributed.agree(digest_of(), "checkpoint folder", error=error)
+        except OSError as error:
+            raise CheckpointError(f"{unfinished} cannot be made ({error.strerror}): choose a folder to write in.") from error
+
+    distributed.from_rank(0, make, "checkpoint's folder")
     return unfinished
 
 
 def commit(unfinished: Path, final: Path) -> None:
-    """Give a folder that all ranks have written its final name. Raises CheckpointError on all ranks where that fails."""
-    error = None
-    if distributed.this_rank() == 0:
+    """Give a folder that all ranks have written its final name. Raises an error on all ranks where that fails."""
+
+    def give_name() -> None:
         try:
             rename(unfinished, final)
-        except OSError as caught:
-            error = CheckpointError(f"{unfinished} cannot become {final}: {caught.strerror or caught}.")
-    distributed.agree(digest_of(), "checkpoint folder", error=error)
+        except OSError as error:
+            raise CheckpointError(f"{unfinished} cannot become {final} ({error.strerror}).") from error
+
+    distributed.from_rank(0, give_name, "checkpoint's name")
 
 
 def rename(unfinished: Path, final: Path) -> None:

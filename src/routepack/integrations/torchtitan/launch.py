@@ -178,7 +178,9 @@ def run_rank(experiment: Experiment) -> int:
 
         if progress.enabled:
             prepare_folder(experiment)
-        RLRun(experiment=experiment, progress=progress).run()
+        run = RLRun(experiment=experiment, progress=progress)
+        run.run()
+        run.trainer.close()
     except RoutePackError as error:
         sys.stderr.write(f"routepack: {error}\n")
         return 1

@@ -19,6 +19,7 @@ from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
+from routepack.checks import whole
 from routepack.errors import ConfigError
 from routepack.integrations.torchtitan import device
 from routepack.integrations.torchtitan.overrides import override_imports
@@ -83,8 +84,7 @@ class TinyQwen3MoE(TrainedModel):
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "num_layers", "num_experts", "top_k", "moe_hidden_dim", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model.{name}={getattr(self, name)} must be at least 1.")
+            whole(f"model.{name}", getattr(self, name), least=1)
         if self.top_k > self.num_experts:
             raise ConfigError(f"model.top_k={self.top_k} is more than model.num_experts={self.num_experts}.")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:

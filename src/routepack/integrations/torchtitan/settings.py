@@ -23,7 +23,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import filesystem
 
-from routepack.checks import real
+from routepack.checks import real, whole
 from routepack.errors import ConfigError
 from routepack.integrations.torchtitan.checkpoint import PlacedCheckpointManager
 from routepack.integrations.torchtitan.model import TrainedModel, num_experts_of
@@ -87,16 +87,13 @@ class TrainerSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
         for name in ("data_parallel_replicate_degree", "expert_parallel_degree", "pad_to_multiple_of", "timeout_seconds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"trainer.{name}={getattr(self, name)} must be at least 1.")
+            whole(f"trainer.{name}", getattr(self, name), least=1)
         for name, least in (("learning_rate", 0.0), ("weight_decay", 0.0), ("epsilon", 1e-30), ("max_norm", 1e-30)):
             real(f"trainer.{name}", getattr(self, name), least=least)
         for beta in self.betas:
             real("trainer.betas", beta, least=0.0, most=1.0 - 1e-12)
-        if self.data_parallel_shard_degree != -1 and self.data_parallel_shard_degree < 1:
-            raise ConfigError(
-                f"trainer.data_parallel_shard_degree={self.data_parallel_shard_degree} must be at least 1, or -1."
-            )
+        if self.data_parallel_shard_degree != -1:
+            whole("trainer.data_parallel_shard_degree (or -1, all)", self.data_parallel_shard_degree, least=1)
         if self.activation_checkpoint not in _RECOMPUTE:
             raise ConfigError(
                 f"trainer.activation_checkpoint={self.activation_checkpoint!r} is unknown: choose {', '.join(_RECOMPUTE)}."
