@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from routepack import distributed, materialize
 from routepack.components.packer import AttentionAwarePacker
 from routepack.errors import PlanError, RoutePackError
-from routepack.integrations.torchtitan import model, moves, overrides
+from routepack.integrations.torchtitan import initialization, model, moves, overrides
 from routepack.integrations.torchtitan.launch import build_experiment, load
 from routepack.integrations.torchtitan.losses import CrossEntropyTokenLoss, GRPOTokenLoss, TokenLoss
 from routepack.integrations.torchtitan.model import TinyQwen3MoE, build_local_model
@@ -32,7 +33,7 @@ from routepack.integrations.torchtitan.rl import RLRun
 from routepack.integrations.torchtitan.settings import TrainerSettings
 from routepack.integrations.torchtitan.trainer import RoutePackTrainer
 from routepack.planner import Planner
-from routepack.types import Plan, RolloutBatch, Topology
+from routepack.types import ExpertPlacement, Plan, RolloutBatch, Topology
 
 NUM_STEPS = 10
 CHECKS: dict[str, Callable[..., Any]] = {}
@@ -134,9 +135,9 @@ class StockInitTrainer(RoutePackTrainer):
 
 
 @check
-def starts_from(ep: int, stock: bool) -> bool:
+def starts_from(ep: int, stock: bool, **changes: Any) -> bool:
     """Whether the trainer starts from the values of the local copy."""
-    trainer = build_trainer(ep, cls=StockInitTrainer if stock else RoutePackTrainer)
+    trainer = build_trainer(ep, cls=StockInitTrainer if stock else RoutePackTrainer, **changes)
     local = dict(build_local_model(TinyQwen3MoE(), seed=7).named_parameters())
     return all(torch.equal(value, local[name]) for name, value in trainer.logical_state_dict().items())
 
@@ -268,9 +269,96 @@ def local_log_probabilities(trainer: RoutePackTrainer, batch: RolloutBatch) -> n
 
 
 @check
-def saves(ep: int, folder: str, **changes: Any) -> dict[str, Any]:
+def moves_every_step(ep: int, num_steps: int = 20, fault: str = "", **changes: Any) -> dict[str, Any]:
+    """Twenty steps with all experts moved before each, and without any move, else the same: tensors that differ at the end."""
+    tiny = {name: changes.pop(name) for name in ("num_experts", "top_k", "num_layers") if name in changes}
+    changes = {"max_norm": 1e9, **changes}
+    with pytest.MonkeyPatch.context() as broken:
+        if fault == "moments left behind":
+            broken.setattr(moves, "state_tensors", lambda state, prefix="": iter(()))
+        if fault == "mapping not applied":
+            broken.setattr(overrides.PlacedRoutedExperts, "set_placement", lambda self, slots: None)
+        moved = trained(build_trainer(ep, tiny=tiny, **changes), num_steps, tiny, moving=True)
+    still = trained(build_trainer(ep, tiny=tiny, **changes), num_steps, tiny, moving=False)
+    apart = {
+        name: float(np.abs(value - moved["tensors"][name]).max())
+        for name, value in still["tensors"].items()
+        if not np.array_equal(value, moved["tensors"][name])
+    }
+    return {
+        "apart": apart,
+        "largest": max(apart.values(), default=0.0),
+        "losses": [still["losses"], moved["losses"]],
+        "moved": moved["moved"],
+        "num_tensors": len(moved["tensors"]),
+        "placements": still["placements"],
+    }
+
+
+def trained(trainer: RoutePackTrainer, num_steps: int, tiny: dict[str, int], *, moving: bool) -> dict[str, Any]:
+    num_experts, top_k = tiny.get("num_experts", windows.NUM_EXPERTS), tiny.get("top_k", windows.TOP_K)
+    losses, moved = [], 0
+    for step in range(num_steps):
+        batch = windows.window(step, num_experts=num_experts, top_k=top_k)
+        plan = windows.shuffled_plan(batch, topology_of(trainer), step)
+        if not moving:
+            plan = replace(plan, placement=ExpertPlacement.identity(batch.num_layers, num_experts))
+        figures = trainer.update(batch, plan, loss_of_step(step))
+        losses.append(figures["loss"])
+        moved += figures["experts_moved"]
+    placements = sorted({str(parameter.placements) for parameter in parameters_of_experts(trainer)})
+    return {"tensors": everything(trainer), "losses": losses, "moved": moved, "placements": placements}
+
+
+@check
+def moves_further_state(ep: int) -> dict[str, Any]:
+    """Optimizer state of other shapes than the weights: one number, or one row, for each expert, sharded or not."""
+    trainer = build_trainer(ep)
+    batch = windows.window(0)
+    trainer.update(batch, windows.first_fit_plan(batch, topology_of(trainer)), CrossEntropyTokenLoss())
+    optimizer, parameters = next(iter(trainer.optimizers)), parameters_of_experts(trainer)
+    for parameter in parameters:
+        rows = moves.ShardLayout.of(parameter).rows_of_rank[dist.get_rank()]
+        sharded = [DTensor.from_local(value, parameter.device_mesh, parameter.placements) for value in of_slots(rows)[1:]]
+        optimizer.state[parameter]["age"] = of_slots(rows)[0]
+        optimizer.state[parameter]["factors"] = {"rows": sharded[0], "counts": sharded[1]}
+    trainer.move_experts(windows.random_placement(3))
+    slots_LP = trainer.placement.physical_to_logical_LP
+    right = []
+    for number, parameter in enumerate(parameters):
+        rows = slots_LP[number // 3][moves.ShardLayout.of(parameter).rows_of_rank[dist.get_rank()]]
+        state, expected = optimizer.state[parameter], of_slots(rows)
+        right.append(torch.equal(state["age"], expected[0]))
+        right += [torch.equal(state["factors"][k].to_local(), e) for k, e in zip(("rows", "counts"), expected[1:], strict=True)]
+    optimizer.state[parameters[0]]["shared"] = torch.zeros(5)
+    refused = message_of(lambda: trainer.move_experts(windows.random_placement(4)))
+    same = np.array_equal(trainer.placement.physical_to_logical_LP, slots_LP)
+    return {"right": right, "refused": refused, "kept_placement": same}
+
+
+def of_slots(slots: np.ndarray) -> list[torch.Tensor]:
+    """What stands for each slot's state: a number, a row, and a whole number."""
+    numbers = torch.from_numpy(slots.astype(np.int64))
+    return [numbers.double(), numbers[:, None].bfloat16() * torch.ones(1, 7, dtype=torch.bfloat16), numbers.clone()]
+
+
+@check
+def stages_little(ep: int, staging_bytes: int) -> dict[str, Any]:
+    """The most memory that a move allocates beyond what it had, as torch's own allocator counts it, and what it moved."""
+    trainer = build_trainer(ep, staging_bytes=staging_bytes, tiny={"dim": 128, "moe_hidden_dim": 128})
+    batch = windows.window(0)
+    trainer.update(batch, windows.first_fit_plan(batch, topology_of(trainer)), CrossEntropyTokenLoss())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        trainer.move_experts(windows.random_placement(3))
+    sizes = [event.cpu_memory_usage for event in profile.events() if event.cpu_memory_usage > 0]
+    return {"allocated": sorted(sizes), "staged": trainer.last_move.staged_bytes, "sent": trainer.last_move.bytes_sent}
+
+
+@check
+def saves(ep: int, folder: str, fault: str = "", **changes: Any) -> dict[str, Any]:
     """Trains four steps with a move each and saves after the second; what the next two gave, and all logical tensors."""
-    trainer = build_trainer(ep, checkpoint_interval=2, dump_folder=folder, **changes)
+    cls = SlotSavingTrainer if fault == "slots" else RoutePackTrainer
+    trainer = build_trainer(ep, cls=cls, checkpoint_interval=2, dump_folder=folder, **changes)
     batch, topology = windows.window(0), topology_of(trainer)
     for step in range(2):
         trainer.update(batch, windows.shuffled_plan(batch, topology, step), CrossEntropyTokenLoss())
@@ -278,6 +366,31 @@ def saves(ep: int, folder: str, **changes: Any) -> dict[str, Any]:
     went_on = go_on(trainer)
     trainer.checkpointer.maybe_wait_for_saving()
     return {"saved": saved, "placement": placement, "went_on": went_on}
+
+
+class SlotSavingTrainer(RoutePackTrainer):
+    """Takes every slot for the expert of the same number where it saves."""
+
+    def logical_of_parameter(self):
+        return {name: np.arange(len(logical_P)) for name, logical_P in super().logical_of_parameter().items()}
+
+
+@check
+def draws_one_at_a_time(ep: int) -> int:
+    """The most full parameters that were in memory at once while the trainer was built."""
+    alive, most, empty_like = weakref.WeakSet(), 0, initialization._empty_like
+
+    def counted(parameter: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        full = empty_like(parameter)
+        alive.add(full)
+        most = max(most, len(alive))
+        return full
+
+    with pytest.MonkeyPatch.context() as counting:
+        counting.setattr(initialization, "_empty_like", counted)
+        build_trainer(ep)
+    return most
 
 
 @check

@@ -61,11 +61,15 @@ def _initializer(module: Module) -> Callable[[], None]:
     def initialize() -> None:
         for name, parameter in module.named_parameters(recurse=False):
             if (module._param_init or {}).get(name) is not skip_param_init:
-                full = _empty_like(parameter)
-                module._init_param(name, cast(nn.Parameter, full))
-                moves.take_shard(parameter, full)
+                _draw(module, name, parameter)
 
     return initialize
+
+
+def _draw(module: Module, name: str, parameter: Tensor) -> None:
+    full = _empty_like(parameter)
+    module._init_param(name, cast(nn.Parameter, full))
+    moves.take_shard(parameter, full)
 
 
 def _reset(module: Module) -> None:

@@ -30,7 +30,9 @@ _OUTER_TO_INNER = ("ep", "efsdp", "fsdp")
 
 
 STAGING_BYTES = 256 * 2**20
-"""Memory that a rank uses by default to send and receive rows."""
+"""The most memory that a rank uses by default to send and receive rows."""
+CPU_STAGING_BYTES = 16 * 2**20
+"""On a CPU more than this is slower: what is staged must be in the cache still when it is sent (benchmarks/moves.py)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -184,6 +186,7 @@ def _prepared(
     exchanges: list[tuple[int, RowExchange]] = []
     device = next(parameter.device for layer in layers for parameter in layer.parameters())
     staging = torch.empty(0, dtype=torch.uint8, device=device)
+    staging_bytes = min(staging_bytes, CPU_STAGING_BYTES) if device.type == "cpu" else staging_bytes
     if error is not None:
         return started, exchanges, staging, error
     try:
@@ -208,9 +211,8 @@ def _moved(layer: int, num_layers: int, exchange: RowExchange, staging: Tensor) 
         return exchange.run(staging)
     except RankLostError as error:
         raise RankLostError(
-            f"rank {distributed.this_rank()} lost another rank while the experts of MoE layer {layer} (of {num_layers}) moved: "
-            "their weights are torn and cannot be used or saved. Start again: a run with checkpoints resumes from the last "
-            "complete one."
+            f"while the experts of MoE layer {layer} (of {num_layers}) moved, {error} Their weights are torn and cannot be "
+            "used or saved."
         ) from error
 
 

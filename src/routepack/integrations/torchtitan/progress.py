@@ -154,7 +154,7 @@ def summary_text(summary: Mapping[str, Any]) -> str:
         ("", f"{s['experts_moved_per_step']:.0f} experts moved"),
         (
             "Planning",
-            f"{s['background_ms']:.0f} ms in the background, {s['exposed_ms']:.0f} ms exposed to the trainer (medians)",
+            f"{s['background_ms']:.0f} ms in the background, {s['exposed_ms']:.0f} ms exposed (medians)",
         ),
     ]
     if s["off_policy_steps"]:

@@ -150,17 +150,8 @@ class RLRun:
         figures |= window_figures(trained) | plan_metrics(plan) | timing | clock.figures(int(batch.num_tokens_S.sum()))
         if not experiment.rl.async_level:
             figures |= {"logprob_difference_max": logprob_difference(trained)}
-        return (
-            figures
-            | {
-                "experts_moved": experts_moved,
-                "move_ms": move.seconds * 1e3,
-                "moved_bytes": move.bytes_sent,
-                "off_policy_steps": step - sampled_at,
-            },
-            trained,
-            plan,
-        )
+        moved = {"experts_moved": experts_moved, "move_ms": 1e3 * move.seconds, "moved_bytes": move.bytes_sent}
+        return figures | moved | {"off_policy_steps": step - sampled_at}, trained, plan
 
     def old_logprobs(self, batch: RolloutBatch, plan: Plan) -> np.ndarray:
         """float32 [N]: under the weights that sampled. Where those are still the trainer's, it recomputes them under replay."""
