@@ -28,6 +28,7 @@ LEVELS = [
         "report",
         "assembly",
         "distributed",
+        "row_exchange",
         "testing",
     },
     {"cli", "integrations", "__init__", "__main__"},

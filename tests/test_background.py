@@ -209,6 +209,38 @@ def test_a_caller_who_waits_at_once_sees_all_of_it():
     assert set(background.timing.metrics()) == {"plan/exposed_ms", "plan/background_ms", "plan/queued_ms"}
 
 
+def test_sequences_that_arrive_in_another_order_are_put_in_the_windows():
+    collector = RoutingDemandCollector(num_experts=BATCH.num_experts)
+    arrival = np.random.default_rng(0).permutation(BATCH.num_sequences)
+    with BackgroundPlanner(planner=planner(collector=collector)) as background:
+        for s in arrival:
+            background.add(BATCH.routed_experts_of(s), num_tokens=int(BATCH.num_tokens_S[s]), group=int(BATCH.group_S[s]))
+        background.finish(order_S=np.argsort(arrival).tolist())
+        assert background.result().digest == planner().plan(BATCH).digest
+
+
+def test_an_order_that_leaves_a_sequence_out_is_refused():
+    collector = RoutingDemandCollector(num_experts=BATCH.num_experts)
+    with BackgroundPlanner(planner=planner(collector=collector)) as background:
+        streamed(background, BATCH)
+        background.finish(order_S=[0] * BATCH.num_sequences)
+        with pytest.raises(TraceError, match="order_S must name each of the 48 sequences added once"):
+            background.result()
+
+
+def test_a_plan_is_ready_in_time_and_says_that_it_was_planned_by_the_clock():
+    with BackgroundPlanner(planner=planner(num_proposals=10**9), ready_seconds=0.5) as background:
+        background.submit(SHORT)
+        plan = background.result(timeout=30)
+    assert 0.4 < plan.budget["time_limit_seconds"] < 0.5
+    assert background.timing.queued_ms + background.timing.plan_ms > 300
+
+
+def test_no_time_at_all_is_refused():
+    with pytest.raises(ConfigError, match=r"ready_seconds=0\.0 must lie between 0\.01"):
+        BackgroundPlanner(planner=planner(), ready_seconds=0.0)
+
+
 def test_no_windows_at_all_are_refused():
-    with pytest.raises(ConfigError, match="max_in_flight=0 must be at least 1"):
+    with pytest.raises(ConfigError, match="max_in_flight=0 must be a whole number of at least 1"):
         BackgroundPlanner(planner=planner(), max_in_flight=0)

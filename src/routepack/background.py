@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field, replace
@@ -16,12 +16,17 @@ from typing import Any
 
 import numpy as np
 
+from routepack.checks import real, whole
 from routepack.components.collector import RoutingDemandCollector
-from routepack.errors import ConfigError, PlanError
+from routepack.errors import PlanError
 from routepack.planner import Planner
 from routepack.types import ExpertPlacement, Plan, RolloutBatch, RoutingDemand
 
 logger = logging.getLogger(__name__)
+
+MIN_READY_SECONDS = 0.01
+HANDED_OVER = 0.005
+"""Seconds kept for a plan to get from its thread to the caller."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +81,16 @@ class BackgroundPlanner:
     planner: Planner
     max_in_flight: int = 1
     """Windows that may be handed over before the first one's result is taken."""
+    ready_seconds: float | None = None
+    """Have the plan so many seconds after :meth:`submit` or :meth:`finish`: plan for what is left of them then, instead of
+    for the planner's own budget. Such plans differ from run to run. None: the planner's budget, the same plan every time."""
     timing: PlanTiming | None = field(default=None, init=False)
     """Of the last result."""
 
     def __post_init__(self) -> None:
-        if self.max_in_flight < 1:
-            raise ConfigError(f"max_in_flight={self.max_in_flight!r} must be at least 1.")
+        whole("max_in_flight", self.max_in_flight, least=1, most=2**31 - 1)
+        if self.ready_seconds is not None:
+            real("ready_seconds", self.ready_seconds, least=MIN_READY_SECONDS, most=86_400.0)
         # Counting has its own thread, so that sequences of the next window never queue behind the plan of this one.
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="routepack-plan")
         self._counting = ThreadPoolExecutor(1, thread_name_prefix="routepack-count")
@@ -111,11 +120,14 @@ class BackgroundPlanner:
         )
         self._stream_seconds += time.perf_counter() - started
 
-    def finish(self, previous: ExpertPlacement | None = None) -> None:
-        """The sequences added so far are a window: plan it, as :meth:`submit` does. The next :meth:`add` begins another."""
+    def finish(self, previous: ExpertPlacement | None = None, *, order_S: Sequence[int] | None = None) -> None:
+        """The sequences added so far are a window: plan it, as :meth:`submit` does. The next :meth:`add` begins another.
+
+        *order_S*: which of them, by the order in which they were added, is each sequence of the window. None: as added.
+        """
         started = time.perf_counter()
         self._check_room()
-        demand = self._counting.submit(_counted_demand, self._counted, self._collector)
+        demand = self._counting.submit(_counted_demand, self._counted, self._collector, order_S)
         # The plan names its window's digest at the end: taken meanwhile, it costs the plan nothing.
         self._counting.submit(lambda: demand.result().digest)
         spent = self._stream_seconds
@@ -214,7 +226,7 @@ class BackgroundPlanner:
         try:
             demand = make()
             window.began = time.perf_counter()
-            plan = self.planner.plan(demand, previous=previous)
+            plan = self._planner(window).plan(demand, previous=previous)
             window.ended = time.perf_counter()
         except CancelledError:
             window.future.set_exception(PlanError("the window was cancelled while its sequences were counted."))
@@ -222,6 +234,13 @@ class BackgroundPlanner:
             window.future.set_exception(error)
         else:
             window.future.set_result(plan)
+
+    def _planner(self, window: _Window) -> Planner:
+        if self.ready_seconds is None:
+            return self.planner
+        left = self.ready_seconds - (window.began - window.submitted) - HANDED_OVER
+        limit = max(MIN_READY_SECONDS / 10, left)
+        return replace(self.planner, num_proposals=None, time_limit_seconds=limit)
 
     def _record(self, window: _Window, plan: Plan) -> None:
         self.timing = PlanTiming(
@@ -246,8 +265,10 @@ class BackgroundPlanner:
             )
 
 
-def _counted_demand(counted: deque[Future[None]], collector: RoutingDemandCollector) -> RoutingDemand:
+def _counted_demand(
+    counted: deque[Future[None]], collector: RoutingDemandCollector, order_S: Sequence[int] | None
+) -> RoutingDemand:
     """What was counted; raises what the first sequence with something wrong raised."""
     for one in counted:
         one.result()
-    return collector.demand()
+    return collector.demand(order_S)

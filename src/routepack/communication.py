@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from routepack.checks import real, whole
 from routepack.errors import ConfigError
 from routepack.types import Plan, RolloutBatch, RoutingDemand, Topology
 
@@ -99,7 +100,9 @@ class LinkSpeeds(Links):
     """Times that a row travels in a step: dispatched and combined, forward and backward. 6 where the layer is recomputed."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "inside_bytes_per_second", "across_bytes_per_second", "bytes_per_element", "traversals"):
+        for name in ("dim", "traversals"):
+            whole(f"links.{name}", getattr(self, name), least=1)
+        for name in ("inside_bytes_per_second", "across_bytes_per_second", "bytes_per_element"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"links.{name}={getattr(self, name)!r} must be above 0.")
 
@@ -129,8 +132,7 @@ class WindowNormalizedLinks(Links):
 
     def __post_init__(self) -> None:
         for name in ("inside_share", "across_share"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"links.{name}={getattr(self, name)!r} must be 0 or more.")
+            real(f"links.{name}", getattr(self, name), least=0.0)
 
     def prices(self, demand: RoutingDemand, topology: Topology) -> tuple[float, float]:
         """Shares over the rows that an even rank sends."""

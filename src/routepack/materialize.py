@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from routepack.checks import whole
 from routepack.errors import ConfigError, PlanError, TraceError
 from routepack.planned import Plan
 from routepack.recorded import RolloutBatch
@@ -64,8 +65,7 @@ def microbatches(plan: Plan, batch: RolloutBatch, rank: int, *, pad_to_multiple_
     check_fit(plan, batch)
     if not 0 <= rank < plan.topology.data_parallel_degree:
         raise ConfigError(f"rank={rank} is not one of the plan's {plan.topology.data_parallel_degree} data-parallel ranks.")
-    if pad_to_multiple_of < 1:
-        raise ConfigError(f"pad_to_multiple_of={pad_to_multiple_of} must be at least 1.")
+    whole("pad_to_multiple_of", pad_to_multiple_of, least=1)
     cells = (plan.packing.sequences_of(microbatch, rank) for microbatch in range(plan.num_microbatches))
     return [_padded(_microbatch(batch, sequences), plan, rank, pad_to_multiple_of) for sequences in cells]
 

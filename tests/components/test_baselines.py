@@ -123,7 +123,7 @@ def test_lpt_is_within_four_thirds_where_counts_do_not_bind(tokens):
 
 @pytest.mark.parametrize("options", [{"num_groups": 0}, {"num_nodes": -1}])
 def test_counts_below_one_are_refused(options):
-    with pytest.raises(ConfigError, match="must be at least 1"):
+    with pytest.raises(ConfigError, match=r"rerouter\.num_\w+=\S+ must be a whole number of at least 1"):
         EPLBRerouter(**options)
 
 

@@ -255,7 +255,7 @@ def test_a_previous_placement_of_another_model_is_refused():
     ("options", "message"),
     [
         ({"parameters_per_expert": 0}, "parameters_per_expert is not set"),
-        ({"moves_last_steps": 0}, "moves_last_steps=0 must be at least 1"),
+        ({"moves_last_steps": 0}, "moves_last_steps=0 must be a whole number of at least 1"),
         ({"inside_bytes_per_second": float("inf"), "across_bytes_per_second": float("inf")}, "would be free"),
         ({"bytes_per_parameter": 0.0}, "bytes_per_parameter=0.0 must be above 0"),
         ({"shard_degree": -1}, "shard_degree=-1 must be 0 or more"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from routepack.checks import whole
 from routepack.components.packer import FirstFitPacker, Packer, PackingProblem
 from routepack.components.rerouter import IdentityRerouter, Rerouter
 from routepack.errors import ConfigError
@@ -143,8 +144,7 @@ class EPLBRerouter(Rerouter):
 
     def __post_init__(self) -> None:
         for name in ("num_groups", "num_nodes"):
-            if not getattr(self, name) >= 1:
-                raise ConfigError(f"rerouter.{name}={getattr(self, name)!r} must be at least 1.")
+            whole(f"rerouter.{name}", getattr(self, name), least=1, most=2**31 - 1)
 
     def assign(self, tokens_LE: np.ndarray, num_ranks: int) -> np.ndarray:
         """Balanced packing, hierarchical where the groups divide over the nodes."""

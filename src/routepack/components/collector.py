@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -75,11 +76,16 @@ class RoutingDemandCollector:
         self._arrived.append(demand)
         self._coverage.append(float(coverage_S[0]))
 
-    def demand(self) -> RoutingDemand:
-        """The demand of the sequences added so far, in their order; then start over."""
+    def demand(self, order_S: Sequence[int] | None = None) -> RoutingDemand:
+        """The demand of the sequences added so far; then start over.
+
+        *order_S*: which of them, by the order in which they were added, is each sequence of the window. None: as added.
+        """
         if not self._arrived:
             raise TraceError("no sequence was added: call add() for each rollout first.")
-        arrived, coverage, self._arrived, self._coverage = self._arrived, self._coverage, [], []
+        order = _checked_order(order_S, len(self._arrived))
+        arrived, coverage = [self._arrived[i] for i in order], [self._coverage[i] for i in order]
+        self._arrived, self._coverage = [], []
         window = replace(
             arrived[0],
             tokens_SLE=np.concatenate([one.tokens_SLE for one in arrived]),
@@ -129,6 +135,13 @@ class RoutingDemandCollector:
         for s in np.flatnonzero(estimated_S):
             tokens_SLE[s] = _apportion(share_LE, int(demand.length_S[s]) * demand.top_k)
         return replace(demand, tokens_SLE=tokens_SLE, estimated_S=estimated_S)
+
+
+def _checked_order(order_S: Sequence[int] | None, count: int) -> list[int]:
+    order = list(range(count)) if order_S is None else [int(i) for i in order_S]
+    if sorted(order) != list(range(count)):
+        raise TraceError(f"order_S must name each of the {count} sequences added once; it is {order[:20]}.")
+    return order
 
 
 def _apportion(share_LE: np.ndarray, total: int) -> np.ndarray:

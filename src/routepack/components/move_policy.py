@@ -9,6 +9,7 @@ from typing import final
 
 import numpy as np
 
+from routepack.checks import real, whole
 from routepack.communication import node_of_ranks
 from routepack.cost import CostRates, Evaluation, by_layer
 from routepack.errors import ConfigError, PlanError
@@ -174,10 +175,8 @@ class MoveIfItPays(MovePolicy):
             raise ConfigError(
                 "move_policy.inside_bytes_per_second and across_bytes_per_second are not set: a move over them would be free."
             )
-        if self.moves_last_steps < 1:
-            raise ConfigError(f"move_policy.moves_last_steps={self.moves_last_steps!r} must be at least 1.")
-        if not 0 <= self.step_seconds < float("inf"):
-            raise ConfigError(f"move_policy.step_seconds={self.step_seconds!r} must be 0 or more.")
+        whole("move_policy.moves_last_steps", self.moves_last_steps, least=1)
+        real("move_policy.step_seconds", self.step_seconds, least=0.0)
 
     def check_unit(self, unit: str) -> None:
         """A relative value needs ``step_seconds``; one in seconds must not have it."""

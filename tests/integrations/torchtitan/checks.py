@@ -7,7 +7,11 @@ measure; the tests judge.
 from __future__ import annotations
 
 import tempfile
+import threading
+import weakref
 from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,14 +23,17 @@ from torch.distributed.tensor import DTensor
 
 from routepack import distributed, materialize
 from routepack.components.packer import AttentionAwarePacker
-from routepack.errors import RoutePackError
-from routepack.integrations.torchtitan import model, moves, overrides
+from routepack.errors import PlanError, RoutePackError
+from routepack.integrations.torchtitan import initialization, model, moves, overrides
+from routepack.integrations.torchtitan.launch import build_experiment, load
 from routepack.integrations.torchtitan.losses import CrossEntropyTokenLoss, GRPOTokenLoss, TokenLoss
 from routepack.integrations.torchtitan.model import TinyQwen3MoE, build_local_model
+from routepack.integrations.torchtitan.progress import Progress
+from routepack.integrations.torchtitan.rl import RLRun
 from routepack.integrations.torchtitan.settings import TrainerSettings
 from routepack.integrations.torchtitan.trainer import RoutePackTrainer
 from routepack.planner import Planner
-from routepack.types import Plan, RolloutBatch, Topology
+from routepack.types import ExpertPlacement, Plan, RolloutBatch, Topology
 
 NUM_STEPS = 10
 CHECKS: dict[str, Callable[..., Any]] = {}
@@ -41,7 +48,7 @@ def build_trainer(
     ep: int, *, cls: type[RoutePackTrainer] = RoutePackTrainer, tiny: dict | None = None, **changes: Any
 ) -> RoutePackTrainer:
     torch.manual_seed(1 + dist.get_rank())  # what the ranks drew before must not matter
-    settings = TrainerSettings(expert_parallel_degree=ep, seed=7, **{"dump_folder": tempfile.gettempdir(), **changes})
+    settings = TrainerSettings(expert_parallel_degree=ep, **{"seed": 7, "dump_folder": tempfile.gettempdir(), **changes})
     return cls.from_settings(model=TinyQwen3MoE(**(tiny or {})), settings=settings)
 
 
@@ -92,7 +99,7 @@ def trains(ep: int, plans: str, **changes: Any) -> dict[str, Any]:
 @check
 def trains_with_moments_left_behind(ep: int) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as fault:
-        fault.setattr(moves, "_moments", lambda parameter, state: iter(()))
+        fault.setattr(moves, "state_tensors", lambda state, prefix="": iter(()))
         return train(build_trainer(ep), "shuffled")
 
 
@@ -123,14 +130,14 @@ def trains_with_local_normalization(ep: int) -> dict[str, Any]:
 class StockInitTrainer(RoutePackTrainer):
     """Keeps TorchTitan's own initialisation."""
 
-    def load_full_state(self, state):
+    def prepare_initialization(self, config):
         """Nothing."""
 
 
 @check
-def starts_from(ep: int, stock: bool) -> bool:
+def starts_from(ep: int, stock: bool, **changes: Any) -> bool:
     """Whether the trainer starts from the values of the local copy."""
-    trainer = build_trainer(ep, cls=StockInitTrainer if stock else RoutePackTrainer)
+    trainer = build_trainer(ep, cls=StockInitTrainer if stock else RoutePackTrainer, **changes)
     local = dict(build_local_model(TinyQwen3MoE(), seed=7).named_parameters())
     return all(torch.equal(value, local[name]) for name, value in trainer.logical_state_dict().items())
 
@@ -262,24 +269,175 @@ def local_log_probabilities(trainer: RoutePackTrainer, batch: RolloutBatch) -> n
 
 
 @check
-def resumes(ep: int, folder: str) -> dict[str, Any]:
-    """The step after a checkpoint, without and with everything lost and loaded again in between."""
-    trainer = build_trainer(ep, checkpoint_interval=2, dump_folder=folder)
+def moves_every_step(ep: int, num_steps: int = 20, fault: str = "", **changes: Any) -> dict[str, Any]:
+    """Twenty steps with all experts moved before each, and without any move, else the same: tensors that differ at the end."""
+    tiny = {name: changes.pop(name) for name in ("num_experts", "top_k", "num_layers") if name in changes}
+    changes = {"max_norm": 1e9, **changes}
+    with pytest.MonkeyPatch.context() as broken:
+        if fault == "moments left behind":
+            broken.setattr(moves, "state_tensors", lambda state, prefix="": iter(()))
+        if fault == "mapping not applied":
+            broken.setattr(overrides.PlacedRoutedExperts, "set_placement", lambda self, slots: None)
+        moved = trained(build_trainer(ep, tiny=tiny, **changes), num_steps, tiny, moving=True)
+    still = trained(build_trainer(ep, tiny=tiny, **changes), num_steps, tiny, moving=False)
+    apart = {
+        name: float(np.abs(value - moved["tensors"][name]).max())
+        for name, value in still["tensors"].items()
+        if not np.array_equal(value, moved["tensors"][name])
+    }
+    return {
+        "apart": apart,
+        "largest": max(apart.values(), default=0.0),
+        "losses": [still["losses"], moved["losses"]],
+        "moved": moved["moved"],
+        "num_tensors": len(moved["tensors"]),
+        "placements": still["placements"],
+    }
+
+
+def trained(trainer: RoutePackTrainer, num_steps: int, tiny: dict[str, int], *, moving: bool) -> dict[str, Any]:
+    num_experts, top_k = tiny.get("num_experts", windows.NUM_EXPERTS), tiny.get("top_k", windows.TOP_K)
+    losses, moved = [], 0
+    for step in range(num_steps):
+        batch = windows.window(step, num_experts=num_experts, top_k=top_k)
+        plan = windows.shuffled_plan(batch, topology_of(trainer), step)
+        if not moving:
+            plan = replace(plan, placement=ExpertPlacement.identity(batch.num_layers, num_experts))
+        figures = trainer.update(batch, plan, loss_of_step(step))
+        losses.append(figures["loss"])
+        moved += figures["experts_moved"]
+    placements = sorted({str(parameter.placements) for parameter in parameters_of_experts(trainer)})
+    return {"tensors": everything(trainer), "losses": losses, "moved": moved, "placements": placements}
+
+
+@check
+def moves_further_state(ep: int) -> dict[str, Any]:
+    """Optimizer state of other shapes than the weights: one number, or one row, for each expert, sharded or not."""
+    trainer = build_trainer(ep)
+    batch = windows.window(0)
+    trainer.update(batch, windows.first_fit_plan(batch, topology_of(trainer)), CrossEntropyTokenLoss())
+    optimizer, parameters = next(iter(trainer.optimizers)), parameters_of_experts(trainer)
+    for parameter in parameters:
+        rows = moves.ShardLayout.of(parameter).rows_of_rank[dist.get_rank()]
+        sharded = [DTensor.from_local(value, parameter.device_mesh, parameter.placements) for value in of_slots(rows)[1:]]
+        optimizer.state[parameter]["age"] = of_slots(rows)[0]
+        optimizer.state[parameter]["factors"] = {"rows": sharded[0], "counts": sharded[1]}
+    trainer.move_experts(windows.random_placement(3))
+    slots_LP = trainer.placement.physical_to_logical_LP
+    right = []
+    for number, parameter in enumerate(parameters):
+        rows = slots_LP[number // 3][moves.ShardLayout.of(parameter).rows_of_rank[dist.get_rank()]]
+        state, expected = optimizer.state[parameter], of_slots(rows)
+        right.append(torch.equal(state["age"], expected[0]))
+        right += [torch.equal(state["factors"][k].to_local(), e) for k, e in zip(("rows", "counts"), expected[1:], strict=True)]
+    optimizer.state[parameters[0]]["shared"] = torch.zeros(5)
+    refused = message_of(lambda: trainer.move_experts(windows.random_placement(4)))
+    same = np.array_equal(trainer.placement.physical_to_logical_LP, slots_LP)
+    return {"right": right, "refused": refused, "kept_placement": same}
+
+
+def of_slots(slots: np.ndarray) -> list[torch.Tensor]:
+    """What stands for each slot's state: a number, a row, and a whole number."""
+    numbers = torch.from_numpy(slots.astype(np.int64))
+    return [numbers.double(), numbers[:, None].bfloat16() * torch.ones(1, 7, dtype=torch.bfloat16), numbers.clone()]
+
+
+@check
+def stages_little(ep: int, staging_bytes: int) -> dict[str, Any]:
+    """The most memory that a move allocates beyond what it had, as torch's own allocator counts it, and what it moved."""
+    trainer = build_trainer(ep, staging_bytes=staging_bytes, tiny={"dim": 128, "moe_hidden_dim": 128})
+    batch = windows.window(0)
+    trainer.update(batch, windows.first_fit_plan(batch, topology_of(trainer)), CrossEntropyTokenLoss())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        trainer.move_experts(windows.random_placement(3))
+    sizes = [event.cpu_memory_usage for event in profile.events() if event.cpu_memory_usage > 0]
+    return {"allocated": sorted(sizes), "staged": trainer.last_move.staged_bytes, "sent": trainer.last_move.bytes_sent}
+
+
+@check
+def saves(ep: int, folder: str, fault: str = "", **changes: Any) -> dict[str, Any]:
+    """Trains four steps with a move each and saves after the second; what the next two gave, and all logical tensors."""
+    cls = SlotSavingTrainer if fault == "slots" else RoutePackTrainer
+    trainer = build_trainer(ep, cls=cls, checkpoint_interval=2, dump_folder=folder, **changes)
     batch, topology = windows.window(0), topology_of(trainer)
     for step in range(2):
         trainer.update(batch, windows.shuffled_plan(batch, topology, step), CrossEntropyTokenLoss())
-    saved = trainer.placement.physical_to_logical_LP
+    placement, saved = trainer.placement.physical_to_logical_LP, everything(trainer)
+    went_on = go_on(trainer)
+    trainer.checkpointer.maybe_wait_for_saving()
+    return {"saved": saved, "placement": placement, "went_on": went_on}
+
+
+class SlotSavingTrainer(RoutePackTrainer):
+    """Takes every slot for the expert of the same number where it saves."""
+
+    def logical_of_parameter(self):
+        return {name: np.arange(len(logical_P)) for name, logical_P in super().logical_of_parameter().items()}
+
+
+@check
+def draws_one_at_a_time(ep: int) -> int:
+    """The most full parameters that were in memory at once while the trainer was built."""
+    alive, most, empty_like = weakref.WeakSet(), 0, initialization._empty_like
+
+    def counted(parameter: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        full = empty_like(parameter)
+        alive.add(full)
+        most = max(most, len(alive))
+        return full
+
+    with pytest.MonkeyPatch.context() as counting:
+        counting.setattr(initialization, "_empty_like", counted)
+        build_trainer(ep)
+    return most
+
+
+@check
+def loads(ep: int, folder: str, **changes: Any) -> dict[str, Any]:
+    """What another trainer, with other weights at other places, has after loading the last step; and its next two steps."""
+    trainer = build_trainer(ep, checkpoint_interval=2, dump_folder=folder, **{"seed": 8, **changes})
+    batch = windows.window(1)
+    trainer.update(batch, windows.shuffled_plan(batch, topology_of(trainer), 5), CrossEntropyTokenLoss())
+    step = trainer.resume()
+    placement, loaded = trainer.placement.physical_to_logical_LP, everything(trainer)
+    return {"step": step, "loaded": loaded, "placement": placement, "went_on": go_on(trainer)}
+
+
+def go_on(trainer: RoutePackTrainer) -> dict[str, Any]:
+    """Two more steps, not saved."""
+    batch, topology = windows.window(0), topology_of(trainer)
     plans = [windows.shuffled_plan(batch, topology, seed) for seed in (8, 9)]
-    went_on = [trainer.update(batch, plan, CrossEntropyTokenLoss())["loss"] for plan in plans]
-    other = build_trainer(ep, checkpoint_interval=2, dump_folder=folder)
-    other.update(batch, plans[0], CrossEntropyTokenLoss())
-    other.checkpointer.load(step=2)
-    restored = np.array_equal(other.placement.physical_to_logical_LP, saved)
-    return {
-        "went_on": went_on,
-        "resumed": [other.update(batch, plan, CrossEntropyTokenLoss())["loss"] for plan in plans],
-        "placement_restored": restored,
-    }
+    losses = [trainer.update(batch, plan, CrossEntropyTokenLoss(), save=False)["loss"] for plan in plans]
+    return {"losses": losses, "tensors": everything(trainer)}
+
+
+def everything(trainer: RoutePackTrainer) -> dict[str, np.ndarray]:
+    """All parameters and moments in full, experts in logical order, by DTensor's own gathering."""
+    tensors, orders = {}, {}
+    for layer, placed in enumerate(overrides.placed_layers(trainer.model)):
+        order = torch.from_numpy(trainer.placement.logical_to_physical_LE[layer].astype(np.int64))
+        orders.update({id(parameter): order for parameter in placed.inner_experts.parameters()})
+    for name, parameter in trainer.model.named_parameters():
+        parts = {name: parameter}
+        for optimizer in trainer.optimizers:
+            state = optimizer.state.get(parameter, {})
+            parts.update({f"{name}/{key}": value for key, value in state.items() if value.numel() > 1})
+        for key, value in parts.items():
+            full = value.full_tensor().detach()
+            full = full[orders[id(parameter)]] if id(parameter) in orders else full
+            tensors[key] = full.float().numpy().copy()
+    return tensors
+
+
+@check
+def exports(ep: int, folder: str, seed: int | None, **changes: Any) -> list[str]:
+    """Writes the weights in Hugging Face's format after moving the experts, or before."""
+    trainer = build_trainer(ep, **changes)
+    if seed is not None:
+        trainer.move_experts(windows.random_placement(seed))
+    trainer.export_huggingface(folder, dtype=torch.float32)
+    return sorted(path.name for path in Path(folder).iterdir())
 
 
 @check
@@ -310,3 +468,94 @@ def message_of(attempt: Callable[[], Any]) -> str:
     except RoutePackError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+TINY_RL = Path(__file__).parents[3] / "configs/tiny_rl.yaml"
+SMALL_RL = {
+    "model.dim": 32, "model.moe_hidden_dim": 16, "model.num_layers": 2, "model.num_experts": 4, "task.max_answer_symbols": 16,
+    "warmup.num_steps": 1, "warmup.batch_size": 8, "rl.num_steps": 3, "rollout.prompts_per_step": 4,
+    "rollout.rollouts_per_prompt": 2, "rollout.max_new_tokens": 20, "packer.max_tokens": 64, "num_proposals": 2000,
+}  # fmt: skip
+
+
+def rl_run(**changes: Any) -> RLRun:
+    options = SMALL_RL | {"topology.data_parallel_degree": dist.get_world_size(), "out": tempfile.mkdtemp()} | changes
+    experiment = build_experiment(load([TINY_RL], [f"{name}={value}" for name, value in options.items()]))
+    return RLRun(experiment=experiment, progress=Progress(enabled=False, log_folder=experiment.out))
+
+
+def untimed(history: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Figures without those that the clock gives."""
+    return [{k: v for k, v in one.items() if "second" not in k and not k.endswith("_ms")} for one in history]
+
+
+def weights(run: RLRun) -> dict[str, np.ndarray]:
+    return {name: value.numpy() for name, value in run.trainer.logical_state_dict().items()}
+
+
+def planning_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("routepack-")]
+
+
+@check
+def reinforces(**changes: Any) -> dict[str, Any]:
+    run, plans = rl_run(**changes), []
+    result = run.planning.result
+    run.planning.result = lambda: plans.append(result()) or plans[-1]
+    summary = run.run()
+    return {
+        "history": untimed(run.history),
+        "timings": [timing for _, timing in plans],
+        "digests": [plan.digest for plan, _ in plans],
+        "budgets": [plan.budget for plan, _ in plans],
+        "weights": weights(run),
+        "summary": summary,
+        "threads": planning_threads(),
+    }
+
+
+@check
+def reinforces_on_the_spot(**changes: Any) -> dict[str, Any]:
+    """The loop without any background: sample a window whole, plan it, then train on it."""
+    run, digests, history = rl_run(**changes), [], []
+    run.planning.add = lambda sequence, rollout: None
+    run.planning.finish = lambda rollouts, previous: None
+    for step in range(run.experiment.warmup.num_steps):
+        run.warm_up(step)
+    for step in range(run.experiment.rl.num_steps):
+        batch, _ = run.sample(step, step, run.trainer.placement)
+        plan = run.experiment.planner.plan(batch, previous=run.trainer.placement) if dist.get_rank() == 0 else None
+        plan = distributed.broadcast_plan(plan)
+        moved = run.trainer.move_experts(plan.placement)
+        old = {"logprobs_old": run.trainer.log_probabilities(batch, plan)}
+        run.trainer.set_learning_rate(run.experiment.rl.rate_at(step))
+        trained = replace(batch, token_fields={**batch.token_fields, **old})
+        figures = run.trainer.update(trained, plan, run.experiment.loss)
+        history.append(figures | {"reward": float(batch.sequence_fields["rewards"].mean()), "experts_moved": moved})
+        digests.append(plan.digest)
+    return {"history": history, "digests": digests, "weights": weights(run)}
+
+
+class FailingPlanner(Planner):
+    """Plans one window."""
+
+    planned = False
+
+    def plan(self, window, previous=None):
+        """Fails at the second."""
+        if self.planned:
+            raise ZeroDivisionError("no second plan")
+        self.planned = True
+        return super().plan(window, previous)
+
+
+@check
+def fails_to_plan(**changes: Any) -> dict[str, Any]:
+    """What each rank raises where a window of the loop cannot be planned, and what is left running."""
+    run = rl_run(**{"warmup.num_steps": 0} | changes)
+    planner = run.planning.planner
+    run.planning._background.planner = FailingPlanner(**{one.name: getattr(planner, one.name) for one in fields(planner)})
+    with pytest.raises((PlanError, ZeroDivisionError)) as caught:
+        run.run()
+    dist.barrier()
+    return {"error": f"{type(caught.value).__name__}: {caught.value}", "threads": planning_threads()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
@@ -11,6 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from torchtitan.models.common.decoder import Decoder
 
 from routepack.assembly import PLANNER_KEYS, build_planner
+from routepack.background import MIN_READY_SECONDS
+from routepack.checks import real, whole
 from routepack.config import build, check_keys, instantiate, section_options
 from routepack.errors import ConfigError
 from routepack.integrations.torchtitan.losses import GRPOTokenLoss, TokenLoss
@@ -46,7 +47,8 @@ class RolloutSettings:
     """1 samples from the policy itself, which the policy gradient assumes; 0 takes the likeliest token."""
 
     def __post_init__(self) -> None:
-        _check_at_least("rollout", self, prompts_per_step=1, rollouts_per_prompt=2, max_new_tokens=1, temperature=0)
+        _check_wholes("rollout", self, prompts_per_step=1, rollouts_per_prompt=2, max_new_tokens=1)
+        _check_reals("rollout", self, "temperature")
 
     @property
     def num_sequences(self) -> int:
@@ -66,7 +68,8 @@ class WarmupSettings:
     """Its peak, after a tenth of the steps; then it falls to a tenth."""
 
     def __post_init__(self) -> None:
-        _check_at_least("warmup", self, num_steps=0, batch_size=1, learning_rate=0)
+        _check_wholes("warmup", self, num_steps=0, batch_size=1)
+        _check_reals("warmup", self, "learning_rate")
 
     def rate_at(self, step: int) -> float:
         """The learning rate of warm-up step *step*, counted from 0."""
@@ -87,9 +90,20 @@ class RLSettings:
     """Constant, after three steps of rising to it."""
     advantage_epsilon: float = 1e-4
     """Added to a group's standard deviation of rewards before dividing by it."""
+    async_level: int = 0
+    """Windows that sampling is ahead of training. 0: each is sampled from the weights that it then trains. 1: the next is
+    sampled before this one's update and planned during it, so that it trains weights one step younger (one-step off-policy);
+    ratios are then taken to the sampler's recorded log-probabilities."""
+    plan_ready_seconds: float | None = None
+    """Have the plan so many seconds after a window's last rollout, whatever the planner's own budget; the same seed then no
+    longer gives the same run."""
 
     def __post_init__(self) -> None:
-        _check_at_least("rl", self, num_steps=0, updates_per_window=1, learning_rate=0, advantage_epsilon=0)
+        _check_wholes("rl", self, num_steps=0, updates_per_window=1)
+        _check_reals("rl", self, "learning_rate", "advantage_epsilon")
+        whole("rl.async_level", self.async_level, least=0, most=1)
+        if self.plan_ready_seconds is not None:
+            real("rl.plan_ready_seconds", self.plan_ready_seconds, least=MIN_READY_SECONDS, most=86_400.0)
 
     def rate_at(self, step: int) -> float:
         """The learning rate of RL step *step*, counted from 0."""
@@ -106,7 +120,7 @@ class LaunchSettings:
     """``OMP_NUM_THREADS`` of each rank, unless the environment sets it."""
 
     def __post_init__(self) -> None:
-        _check_at_least("launch", self, port=0, threads_per_rank=1)
+        _check_wholes("launch", self, port=0, threads_per_rank=1)
         if self.port > 65_535:
             raise ConfigError(f"launch.port={self.port} is no TCP port: choose 1 to 65535, or 0 for a free one.")
 
@@ -201,7 +215,12 @@ def _folder(config: DictConfig) -> Path:
 def _check_fit(experiment: Experiment) -> None:
     spec, task, rollout = experiment.model.model_spec(), experiment.task, experiment.rollout
     model = cast(Decoder.Config, spec.model)
-    experiment.planner.topology.slots_per_rank(num_experts_of(spec))
+    experts, counted = num_experts_of(spec), experiment.planner.collector.num_experts
+    experiment.planner.topology.slots_per_rank(experts)
+    if counted not in (0, experts):
+        raise ConfigError(
+            f"collector.num_experts={counted} is not the model's {experts}: leave it out, it follows from the model."
+        )
     if model.vocab_size < task.vocab_size:
         raise ConfigError(f"model.vocab_size={model.vocab_size} is less than the task's {task.vocab_size} tokens: raise it.")
     longest = task.max_prompt_tokens + max(rollout.max_new_tokens, task.max_answer_tokens)
@@ -221,8 +240,11 @@ def _check_fit(experiment: Experiment) -> None:
         )
 
 
-def _check_at_least(section: str, settings: object, **lowest: float) -> None:
-    for name, limit in lowest.items():
-        value = getattr(settings, name)
-        if not limit <= value < math.inf:
-            raise ConfigError(f"{section}.{name}={value} must be at least {limit}, and finite.")
+def _check_wholes(section: str, settings: object, **lowest: int) -> None:
+    for name, least in lowest.items():
+        whole(f"{section}.{name}", getattr(settings, name), least=least)
+
+
+def _check_reals(section: str, settings: object, *names: str) -> None:
+    for name in names:
+        real(f"{section}.{name}", getattr(settings, name), least=0.0)

@@ -25,6 +25,7 @@ COLUMNS = (
     ("predicted step", 14),
     ("moved", 5),
     ("plan", 7),
+    ("exposed", 7),
     ("time", 6),
 )
 """Title and width of each column of an RL step."""
@@ -39,16 +40,17 @@ class Progress:
     """TensorBoard scalars go here."""
     console: Console = field(default_factory=Console)
     _bar: RichBar | None = field(default=None, init=False, repr=False)
+    _reinforcing: bool = field(default=False, init=False, repr=False)
 
-    def start(self, warmup_steps: int, rl_steps: int) -> None:
-        """Before the first step."""
+    def start(self, warmup_steps: int, rl_steps: int, *, resumed: int = 0) -> None:
+        """Before the first step, of a run of which *resumed* steps were trained before."""
         self._warmup_steps, self._rl_steps = warmup_steps, rl_steps
         if not self.enabled:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        # Scalars of an earlier run into the same folder are purged: one run, one curve.
-        self._scalars = SummaryWriter(str(self.log_folder), purge_step=0, flush_secs=10)
+        # Scalars of an earlier run into the same folder are purged, unless this one goes on with it: one run, one curve.
+        self._scalars = SummaryWriter(str(self.log_folder), purge_step=None if resumed else 0, flush_secs=10)
         if self.console.is_terminal:
             self._bar = RichBar(
                 TextColumn("{task.description}"),
@@ -61,7 +63,9 @@ class Progress:
             )
             self._bar.start()
             self._task = self._bar.add_task("warm-up", total=warmup_steps)
-        if warmup_steps:
+        if resumed:
+            self._line(f"Resumed from a checkpoint: {resumed} of {warmup_steps} + {rl_steps} steps are done.")
+        if resumed < warmup_steps:
             self._line(f"Supervised warm-up on demonstrations: {warmup_steps} steps, no reward, experts stay in place.")
 
     def warmup_step(self, step: int, figures: Mapping[str, float]) -> None:
@@ -79,7 +83,8 @@ class Progress:
         if not self.enabled:
             return
         self._write("rl", step, figures)
-        if step == 0:
+        if not self._reinforcing:
+            self._reinforcing = True
             self._line("\nReinforcement learning (GRPO) on sampled rollouts; baseline -> planned beside each other:")
             self._line(_columns([title for title, _ in COLUMNS]))
             if self._bar is not None:
@@ -127,7 +132,8 @@ def rl_line(step: int, figures: Mapping[str, float], plan: Plan) -> str:
         f"{parts['baseline.imbalance_mean']:.3f} -> {parts['planned.imbalance_mean']:.3f}",
         f"{plan.baseline_value:.3f} -> {plan.value:.3f}",
         f"{figures['experts_moved']:.0f}",
-        f"{figures['plan/plan_ms']:.0f} ms",
+        f"{figures['plan/background_ms']:.0f} ms",
+        f"{figures['plan/exposed_ms']:.0f} ms",
         f"{figures['seconds']:.1f} s",
     )
     return _columns(cells)
@@ -145,9 +151,17 @@ def summary_text(summary: Mapping[str, Any]) -> str:
         ("Predicted step", f"{s['baseline_value']:.3f} baseline -> {s['value']:.3f} planned, lower bound {s['bound']:.3f}"),
         ("", f"the baseline takes {gain:.1%} longer; the plan lies {s['value_over_bound'] - 1:.2%} above the bound"),
         ("Per step", f"{s['seconds_per_step']:.2f} s, {s['tokens_per_second']:.0f} tokens/s"),
-        ("", f"plan {s['plan_ms']:.0f} ms (median), {s['experts_moved_per_step']:.0f} experts moved"),
-        ("Under replay", f"sampler's and trainer's log-probabilities differ by at most {s['logprob_difference_max']:.1e}"),
+        ("", f"{s['experts_moved_per_step']:.0f} experts moved"),
+        (
+            "Planning",
+            f"{s['background_ms']:.0f} ms in the background, {s['exposed_ms']:.0f} ms exposed (medians)",
+        ),
     ]
+    if s["off_policy_steps"]:
+        rows.append(("Off-policy", f"windows were sampled up to {s['off_policy_steps']} step before the weights they trained"))
+    if "logprob_difference_max" in s:
+        text = f"sampler's and trainer's log-probabilities differ by at most {s['logprob_difference_max']:.1e}"
+        rows.append(("Under replay", text))
     return "\n" + "\n".join(f"{label:<18} {text}" for label, text in rows)
 
 

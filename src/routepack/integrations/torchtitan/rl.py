@@ -1,12 +1,16 @@
-"""The RL loop: sample, collect, plan, move experts, recompute log-probabilities and update, all under one plan a window."""
+"""The RL loop: sample, plan, move experts, recompute log-probabilities and update, all under one plan a window.
+
+Rollouts are counted as they end, and rank 0 plans in the background. With ``rl.async_level`` 1 the next window is sampled
+before this one's update, and planned during it.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +21,14 @@ from routepack.files import atomic_path
 from routepack.integrations.torchtitan.experiment import Experiment
 from routepack.integrations.torchtitan.gather import gather_rollouts
 from routepack.integrations.torchtitan.losses import CrossEntropyTokenLoss
+from routepack.integrations.torchtitan.planning import SharedPlanner
 from routepack.integrations.torchtitan.progress import Progress
 from routepack.integrations.torchtitan.rollout import LocalPolicy, random_numbers
 from routepack.integrations.torchtitan.trainer import RoutePackTrainer
 from routepack.integrations.torchtitan.windows import demonstration_window, even_demand, graded_window
 from routepack.metrics import plan_metrics
 from routepack.trace import save_plan, save_trace
-from routepack.types import Plan, RolloutBatch
+from routepack.types import ExpertPlacement, Plan, RolloutBatch
 
 DEMONSTRATED, PROMPTED, SAMPLED, WARMUP_PROMPTED = range(4)
 """What a stream of random numbers is for: the second number of its seed, after the experiment's."""
@@ -47,24 +52,59 @@ class RLRun:
         self.layer_ids = self.trainer.moe_layer_ids
         # Nothing is recorded while warming up, so experts stay where they are and only lengths are planned.
         self.warmup_planner = replace(experiment.planner, rerouter=IdentityRerouter())
+        collector = replace(experiment.planner.collector, num_experts=self.num_experts)
+        self.planning = SharedPlanner(
+            planner=replace(experiment.planner, collector=collector),
+            ready_seconds=experiment.rl.plan_ready_seconds,
+            device=self.trainer.device,
+        )
+        self.following: tuple[RolloutBatch, int] | None = None
 
     def run(self) -> dict[str, Any]:
-        """Warm up, then reinforce; the summary, which rank 0 also writes beside the last window's trace and plan."""
-        self.progress.start(self.experiment.warmup.num_steps, self.experiment.rl.num_steps)
-        for step in range(self.experiment.warmup.num_steps):
+        """Warm up, then reinforce; the summary, which rank 0 also writes beside the last window's trace and plan.
+
+        Where the result folder has a checkpoint, goes on after the last window that it knows.
+        """
+        warmed_up, reinforced = self.resume()
+        self.progress.start(self.experiment.warmup.num_steps, self.experiment.rl.num_steps, resumed=warmed_up + reinforced)
+        for step in range(warmed_up, self.experiment.warmup.num_steps):
             self.progress.warmup_step(step, self.warm_up(step))
+            self.window_done()
         plan = None
-        for step in range(self.experiment.rl.num_steps):
-            figures, batch, plan = self.reinforce(step)
-            self.history.append(figures)
-            self.progress.rl_step(step, figures, plan)
-            if self.rank == 0 and step == self.experiment.rl.num_steps - 1:
-                self.save(batch, plan)
+        with self.planning:
+            for step in range(reinforced, self.experiment.rl.num_steps):
+                figures, batch, plan = self.reinforce(step)
+                self.history.append(figures)
+                self.progress.rl_step(step, figures, plan)
+                self.window_done(last=step == self.experiment.rl.num_steps - 1)
+                if self.rank == 0 and step == self.experiment.rl.num_steps - 1:
+                    self.save(batch, plan)
         summary = summarize(self.history)
         if self.rank == 0:
             self.save_summary(summary)
         self.progress.finish(summary, self.experiment.out, plan)
         return summary
+
+    def resume(self) -> tuple[int, int]:
+        """Load the last checkpoint if there is one; the warm-up and RL steps that it has been through."""
+        self.trainer.resume()
+        warmed_up = min(self.trainer.windows_done, self.experiment.warmup.num_steps)
+        reinforced = self.trainer.windows_done - warmed_up
+        if self.rank == 0 and self.history_path.exists():
+            self.history = json.loads(self.history_path.read_text())[:reinforced]
+        return warmed_up, reinforced
+
+    def window_done(self, *, last: bool = False) -> None:
+        """Count a window, save a checkpoint if one is due, and beside it the figures so far."""
+        self.trainer.windows_done += 1
+        if self.trainer.save(last=last) and self.rank == 0:
+            with atomic_path(self.history_path) as path:
+                path.write_text(json.dumps(self.history))
+
+    @property
+    def history_path(self) -> Path:
+        """Every RL step's figures, as of the last checkpoint."""
+        return self.experiment.out / "history.json"
 
     def warm_up(self, step: int) -> dict[str, float]:
         """One supervised step on demonstrations."""
@@ -79,34 +119,51 @@ class RLRun:
             top_k=self.policy.top_k,
             seed=[experiment.seed, DEMONSTRATED, step],
         )
-        plan = self.agreed_plan(lambda: self.warmup_planner.plan(even_demand(batch)))
+        plan = distributed.from_rank(0, lambda: self.warmup_planner.plan(even_demand(batch)), "plan")
         self.trainer.set_learning_rate(settings.rate_at(step))
-        figures = self.trainer.update(batch, plan, CrossEntropyTokenLoss())
+        figures = self.trainer.update(batch, plan, CrossEntropyTokenLoss(), save=False)
         return figures | {"seconds": time.monotonic() - started}
 
     def reinforce(self, step: int) -> tuple[dict[str, float], RolloutBatch, Plan]:
         """One RL step: its figures, the same on every rank but for times; its window; its plan."""
         experiment, clock = self.experiment, Clock()
-        batch = self.sample(step)
+        batch, sampled_at = self.following or self.sample(step, step, self.trainer.placement)
+        self.following = None
         clock.lap("sample")
-        previous = self.trainer.placement
-        plan = self.agreed_plan(lambda: experiment.planner.plan(batch, previous=previous))
+        plan, timing = self.planning.result()
         clock.lap("plan")
+        if experiment.rl.async_level and step + 1 < experiment.rl.num_steps:
+            # The experts will be where this plan puts them when the next window is trained.
+            self.following = self.sample(step + 1, step, plan.placement)
+            clock.lap("sample")
         experts_moved = self.trainer.move_experts(plan.placement)
+        move = self.trainer.last_move
         clock.lap("move")
-        logprobs_old = self.trainer.log_probabilities(batch, plan)
+        logprobs_old = self.old_logprobs(batch, plan)
         clock.lap("logprobs")
         trained = replace(batch, token_fields={**batch.token_fields, "logprobs_old": logprobs_old})
         self.trainer.set_learning_rate(experiment.rl.rate_at(step))
         figures: dict[str, float] = {}
         for _ in range(experiment.rl.updates_per_window):
-            figures = self.trainer.update(trained, plan, experiment.loss)
+            figures = self.trainer.update(trained, plan, experiment.loss, save=False)
         clock.lap("update")
-        figures |= window_figures(trained) | plan_metrics(plan) | clock.figures(int(batch.num_tokens_S.sum()))
-        return figures | {"experts_moved": float(experts_moved)}, trained, plan
+        figures |= window_figures(trained) | plan_metrics(plan) | timing | clock.figures(int(batch.num_tokens_S.sum()))
+        if not experiment.rl.async_level:
+            figures |= {"logprob_difference_max": logprob_difference(trained)}
+        moved = {"experts_moved": experts_moved, "move_ms": 1e3 * move.seconds, "moved_bytes": move.bytes_sent}
+        return figures | moved | {"off_policy_steps": step - sampled_at}, trained, plan
 
-    def sample(self, step: int) -> RolloutBatch:
-        """The window of RL step *step*: each rank samples its share, then every rank has all. Graded."""
+    def old_logprobs(self, batch: RolloutBatch, plan: Plan) -> np.ndarray:
+        """float32 [N]: under the weights that sampled. Where those are still the trainer's, it recomputes them under replay."""
+        if self.experiment.rl.async_level:
+            return batch.token_fields["logprobs"]
+        return self.trainer.log_probabilities(batch, plan)
+
+    def sample(self, step: int, trained_steps: int, previous: ExpertPlacement) -> tuple[RolloutBatch, int]:
+        """The window of RL step *step*, graded, and *trained_steps*, those that the weights have been through.
+
+        Each rank samples its share, then every rank has all. Rank 0 counts its own as they end, and leaves planning.
+        """
         experiment, settings = self.experiment, self.experiment.rollout
         self.policy.load(self.trainer.logical_state_dict())
         prompts = experiment.task.prompts(settings.prompts_per_step, seed=[experiment.seed, PROMPTED, step])
@@ -117,23 +174,20 @@ class RLRun:
             random_numbers(sequences.tolist(), settings.max_new_tokens, seed=[experiment.seed, SAMPLED, step]),
             temperature=settings.temperature,
             end_token_id=experiment.task.end_token_id,
+            on_end=lambda s, rollout: self.planning.add(int(sequences[s]), rollout),
         )
         rollouts = gather_rollouts(own, sequences, device=self.trainer.device)
-        return graded_window(
+        self.planning.finish(rollouts, previous)
+        batch = graded_window(
             rollouts,
             prompts,
             experiment.task,
             num_experts=self.num_experts,
             layer_ids=self.layer_ids,
             advantage_epsilon=experiment.rl.advantage_epsilon,
-            weights_version=f"rl-step-{step}",
+            weights_version=f"rl-step-{trained_steps}",
         )
-
-    def agreed_plan(self, make: Callable[[], Plan]) -> Plan:
-        """Rank 0's plan on every rank. The trainer compares digests again before it moves or updates anything."""
-        plan = distributed.broadcast_plan(make() if self.rank == 0 else None)
-        distributed.agree(plan.content_digest(), "plan", device=self.trainer.device)
-        return plan
+        return batch, trained_steps
 
     def save(self, batch: RolloutBatch, plan: Plan) -> None:
         """Write the last window and its plan."""
@@ -158,7 +212,9 @@ class Clock:
 
     def figures(self, num_tokens: int) -> dict[str, float]:
         """``seconds`` and ``tokens_per_second`` of the whole step, of the trainer alone, and the seconds of each phase."""
-        phases = {name: end - start for (_, start), (name, end) in pairwise(self.marks)}
+        phases = dict.fromkeys((name for name, _ in self.marks[1:]), 0.0)
+        for (_, start), (name, end) in pairwise(self.marks):
+            phases[name] += end - start
         seconds = self.marks[-1][1] - self.marks[0][1]
         return {
             "seconds": seconds,
@@ -169,19 +225,24 @@ class Clock:
 
 
 def window_figures(batch: RolloutBatch) -> dict[str, float]:
-    """``reward``, lengths, and how far the trainer's log-probabilities under replay lie from the sampler's."""
-    sampled_N = batch.token_fields["logprobs"] != 0
-    apart_N = np.abs(batch.token_fields["logprobs_old"] - batch.token_fields["logprobs"])[sampled_N]
+    """``reward`` and lengths."""
     return {
         "reward": float(batch.sequence_fields["rewards"].mean()),
-        "tokens": float(batch.num_tokens_S.sum()),
+        "tokens": int(batch.num_tokens_S.sum()),
         "length_mean": float(batch.num_tokens_S.mean()),
-        "length_max": float(batch.num_tokens_S.max()),
-        "logprob_difference_max": float(apart_N.max(initial=0.0)),
+        "length_max": int(batch.num_tokens_S.max()),
     }
 
 
+def logprob_difference(batch: RolloutBatch) -> float:
+    """The most by which the trainer's log-probabilities under replay differ from the sampler's."""
+    sampled_N = batch.token_fields["logprobs"] != 0
+    apart_N = np.abs(batch.token_fields["logprobs_old"] - batch.token_fields["logprobs"])[sampled_N]
+    return float(apart_N.max(initial=0.0))
+
+
 SUMMARIZED = ("value", "baseline_value", "bound")
+MEDIANS = ("plan_ms", "exposed_ms", "background_ms")
 
 
 def summarize(history: list[dict[str, float]]) -> dict[str, Any]:
@@ -200,10 +261,10 @@ def summarize(history: list[dict[str, float]]) -> dict[str, Any]:
         "imbalance_planned": mean["plan/planned.imbalance_mean"],
         **{name: mean[f"plan/{name}"] for name in SUMMARIZED},
         "value_over_bound": float(np.mean([one["plan/value"] / one["plan/bound"] for one in history])),
-        # The median: the first plan also loads the compiled kernels, or compiles them.
-        "plan_ms": float(np.median([one["plan/plan_ms"] for one in history])),
+        # Medians: the first plan also loads the compiled kernels, or compiles them.
+        **{name: float(np.median([one[f"plan/{name}"] for one in history])) for name in MEDIANS},
         "seconds_per_step": mean["seconds"],
         "tokens_per_second": mean["tokens_per_second"],
         "experts_moved_per_step": mean["experts_moved"],
-        "logprob_difference_max": max(one["logprob_difference_max"] for one in history),
+        **{name: max(one[name] for one in history) for name in ("off_policy_steps", "logprob_difference_max") if name in mean},
     }

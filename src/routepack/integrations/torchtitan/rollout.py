@@ -5,7 +5,7 @@ Letters: S sequences still being written, N tokens of a sequence, V vocabulary, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -108,6 +108,7 @@ class LocalPolicy:
         *,
         temperature: float = 1.0,
         end_token_id: int = 0,
+        on_end: Callable[[int, Rollout], None] | None = None,
     ) -> list[Rollout]:
         """Continue each prompt until its end token, or for as many tokens as *random_SN* has columns.
 
@@ -115,10 +116,11 @@ class LocalPolicy:
             prompts: int64 token ids, at least one each; lengths may differ.
             random_SN: float64 [S, N] in [0, 1): what decides token N of response S, by inverse CDF.
             temperature: 0 takes the likeliest token.
+            on_end: called with each response's number and itself as soon as it has ended, while others are still written.
         """
         if not prompts:
             return []
-        writing = _Writing.start(prompts, random_SN, end_token_id)
+        writing = _Writing.start(prompts, random_SN, end_token_id, id_dtype(self._num_experts))
         if writing.limit_S.max() > self._max_tokens + 1:
             raise ConfigError(
                 f"rollout.max_new_tokens={random_SN.shape[1]} after a prompt of {max(map(len, prompts))} tokens is more than "
@@ -128,12 +130,15 @@ class LocalPolicy:
             attention.start(int(writing.limit_S.max()) - 1)
         with recorded_routes(self._model):
             while writing.live_S.numel():
-                logits_SV, routes_SLK = self._step(writing)
-                kept_S = writing.advance(logits_SV, routes_SLK, temperature)
+                live_S = writing.live_S
+                kept_S = writing.advance(*self._step(writing), temperature)
                 if not kept_S.all():
                     for attention in self._attention:
                         attention.keep(kept_S)
-        return writing.rollouts(self._num_experts)
+                if on_end is not None:
+                    for s in live_S[~kept_S].tolist():
+                        on_end(s, writing.rollout(s))
+        return [writing.rollout(s) for s in range(len(prompts))]
 
     def _step(self, writing: _Writing) -> tuple[Tensor, Tensor]:
         tokens_SL = writing.tokens_SN[writing.live_S, writing.position, None]
@@ -147,8 +152,7 @@ class _Writing:
 
     tokens_SN: Tensor
     logprobs_SN: Tensor
-    routes: list[tuple[Tensor, Tensor]]
-    """For each position: the sequences that were live there, and their routes [S, L, K]."""
+    id_dtype: np.dtype
     random_SN: Tensor
     num_prompt_tokens_S: Tensor
     limit_S: Tensor
@@ -158,9 +162,11 @@ class _Writing:
     """int64: the sequences still being written."""
     end_token_id: int
     position: int = 0
+    routes_SNLK: Tensor | None = None
+    """Of *id_dtype*; those of a sequence are written while it is live."""
 
     @classmethod
-    def start(cls, prompts: Sequence[np.ndarray], random_SN: np.ndarray, end_token_id: int) -> _Writing:
+    def start(cls, prompts: Sequence[np.ndarray], random_SN: np.ndarray, end_token_id: int, id_dtype: np.dtype) -> _Writing:
         lengths_S = torch.tensor([len(prompt) for prompt in prompts])
         tokens_SN = torch.zeros(len(prompts), int(lengths_S.max()) + random_SN.shape[1], dtype=torch.int64)
         for row, prompt in zip(tokens_SN, prompts, strict=True):
@@ -168,7 +174,7 @@ class _Writing:
         return cls(
             tokens_SN=tokens_SN,
             logprobs_SN=torch.zeros(tokens_SN.shape),
-            routes=[],
+            id_dtype=id_dtype,
             random_SN=torch.from_numpy(random_SN),
             num_prompt_tokens_S=lengths_S,
             limit_S=lengths_S + random_SN.shape[1],
@@ -180,7 +186,7 @@ class _Writing:
     def advance(self, logits_SV: Tensor, routes_SLK: Tensor, temperature: float) -> Tensor:
         """Write the next token of each live sequence; bool [S]: which of them go on. A prompt's tokens stand already."""
         live_S, following = self.live_S, self.position + 1
-        self.routes.append((live_S, routes_SLK))
+        self._record(routes_SLK)
         samples_S = following >= self.num_prompt_tokens_S[live_S]
         sampling_S = live_S[samples_S]
         column_S = following - self.num_prompt_tokens_S[sampling_S]
@@ -194,21 +200,22 @@ class _Writing:
         self.live_S, self.position = live_S[~ended_S], following
         return ~ended_S
 
-    def rollouts(self, num_experts: int) -> list[Rollout]:
-        sequence_T = torch.cat([live_S for live_S, _ in self.routes])
-        by_sequence_T = torch.argsort(sequence_T, stable=True)
-        routes_TLK = torch.cat([routes_SLK for _, routes_SLK in self.routes])[by_sequence_T]
-        routes_TLK = routes_TLK.sort(dim=-1).values.numpy().astype(id_dtype(num_experts))
-        offsets = np.cumsum(self.length_S.numpy() - 1)[:-1]
-        return [
-            Rollout(
-                token_ids=self.tokens_SN[s, :length].numpy(),
-                num_prompt_tokens=int(self.num_prompt_tokens_S[s]),
-                logprobs=self.logprobs_SN[s, :length].numpy(),
-                routed_experts=rows_TLK,
-            )
-            for s, (length, rows_TLK) in enumerate(zip(self.length_S.tolist(), np.split(routes_TLK, offsets), strict=True))
-        ]
+    def _record(self, routes_SLK: Tensor) -> None:
+        if self.routes_SNLK is None:
+            dtype = torch.from_numpy(np.empty(0, self.id_dtype)).dtype
+            self.routes_SNLK = torch.zeros(*self.tokens_SN.shape, *routes_SLK.shape[1:], dtype=dtype)
+        self.routes_SNLK[self.live_S, self.position] = routes_SLK.sort(dim=-1).values.to(self.routes_SNLK.dtype)
+
+    def rollout(self, s: int) -> Rollout:
+        """A sequence that has ended."""
+        assert self.routes_SNLK is not None
+        length = int(self.length_S[s])
+        return Rollout(
+            token_ids=self.tokens_SN[s, :length].numpy(),
+            num_prompt_tokens=int(self.num_prompt_tokens_S[s]),
+            logprobs=self.logprobs_SN[s, :length].numpy(),
+            routed_experts=self.routes_SNLK[s, : length - 1].numpy(),
+        )
 
 
 def sampled_tokens(logits_SV: Tensor, random_S: Tensor, temperature: float) -> Tensor:
