@@ -238,7 +238,11 @@ def summarize(args, records, fits, bench, windows, steps, hidden):
     from measuring import machine
 
     def spread(values):
-        return {"median": float(np.median(values)), "p10": float(np.percentile(values, 10)), "p90": float(np.percentile(values, 90))}
+        return {
+            "median": float(np.median(values)),
+            "p10": float(np.percentile(values, 10)),
+            "p90": float(np.percentile(values, 90)),
+        }
 
     speed = {arm: np.array([one["tokens"] / one["seconds"] for one in steps[arm]]) for arm in ARMS}
     predicted = {arm: np.array([one["tokens"] / one["predicted"] for one in steps[arm]]) for arm in ARMS}

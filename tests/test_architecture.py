@@ -13,7 +13,7 @@ ROOT = Path(routepack.__file__).parent
 LEVELS = [
     {"errors", "checks", "files", "arrays"},
     {"recorded", "planned", "types"},
-    {"config", "communication", "cost", "flops", "bounds", "trace", "solvers", "formats"},
+    {"config", "communication", "cost", "steps", "calibration", "flops", "bounds", "trace", "solvers", "formats"},
     {"components"},
     {
         "locality",
@@ -23,6 +23,7 @@ LEVELS = [
         "peers",
         "background",
         "materialize",
+        "minibatches",
         "verification",
         "metrics",
         "report",

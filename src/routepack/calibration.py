@@ -66,7 +66,7 @@ class MeasuredCost(CostModel):
         for name in TERMS:
             real(f"cost_model.{name}", getattr(self, name), least=0.0)
         if not max(self.expert_seconds, self.token_seconds, self.pair_seconds) > 0:
-            raise ConfigError("cost_model needs expert_seconds, token_seconds or pair_seconds above 0: nothing else is planned.")
+            raise ConfigError("cost_model needs expert_seconds, token_seconds or pair_seconds above 0.")
 
     def rates(self, demand: RoutingDemand, topology: Topology) -> CostRates:
         """The fitted rates, whatever the window. They hold for the topology whose steps were fitted."""
@@ -104,21 +104,24 @@ def fit(records: Sequence[StepRecord], sync: Sync) -> Fit:
 
     Raises TraceError where there are too few steps, or where their loads do not tell the terms apart.
     """
-    loads, seconds_n = StackedLoads.of([record.loads for record in records]), np.array([r.seconds for r in records])
-    terms = _checked_terms(loads, seconds_n, sync)
-    theta, uncertainty = _solve(loads, seconds_n, sync, terms)
-    _check_known(uncertainty, terms)
+    loads, seconds_n = _stacked(records)
+    theta, uncertainty, terms = _fitted(loads, seconds_n, sync)
     errors_n = _held_out_errors(records, sync, terms)
     shares = _features(loads, sync, theta).mean(axis=0) * theta / seconds_n.mean()
     return Fit(
         sync=sync,
-        cost_model=MeasuredCost(**dict(zip(TERMS, theta.tolist(), strict=True))),
+        cost_model=_model(theta),
         num_steps=len(records),
         error=float(np.median(errors_n)),
         error_p90=float(np.percentile(errors_n, 90)),
         uncertainty=dict(zip(TERMS, uncertainty.tolist(), strict=True)),
         shares=dict(zip(TERMS, shares.tolist(), strict=True)),
     )
+
+
+def rates_of(records: Sequence[StepRecord], sync: Sync) -> MeasuredCost:
+    """The cost model of :func:`fit`, without judging it."""
+    return _model(_fitted(*_stacked(records), sync)[0])
 
 
 def calibrate(records: Sequence[StepRecord]) -> dict[Sync, Fit]:
@@ -131,8 +134,10 @@ def best_sync(error_of_sync: dict[Sync, float], *, configured: Sync = "step") ->
 
     With one EP group, all three are the same, and so are their errors.
 
-    >>> best_sync({"step": 0.08, "microbatch": 0.05, "layer": 0.021}), best_sync({"step": 0.021, "microbatch": 0.05, "layer": 0.02})
-    ('layer', 'step')
+    >>> best_sync({"step": 0.08, "microbatch": 0.05, "layer": 0.021})
+    'layer'
+    >>> best_sync({"step": 0.021, "microbatch": 0.05, "layer": 0.02})
+    'step'
     """
     smallest = min(error_of_sync, key=lambda sync: (error_of_sync[sync], SYNCS.index(sync)))
     return configured if error_of_sync[configured] <= error_of_sync[smallest] + TIE else smallest
@@ -187,10 +192,28 @@ class Forecaster:
     def _refit(self) -> None:
         self._since_fit = 0
         try:
-            self._models = {sync: fit(list(self.records), sync).cost_model for sync in SYNCS}
+            self._models = {sync: rates_of(list(self.records), sync) for sync in SYNCS}
         except TraceError as error:
             # Early on that is the rule; the rates known before stay in use.
             logger.debug("no fit after %d steps: %s", len(self.records), error)
+
+
+def _stacked(records: Sequence[StepRecord]) -> tuple[StackedLoads, np.ndarray]:
+    return StackedLoads.of([record.loads for record in records]), np.array([record.seconds for record in records])
+
+
+def _model(theta: np.ndarray) -> MeasuredCost:
+    if not theta[:3].max() > 0:
+        raise TraceError("the steps take as long whatever is in them: log steps that differ more, on an idle machine.")
+    return MeasuredCost(**dict(zip(TERMS, theta.tolist(), strict=True)))
+
+
+def _fitted(loads: StackedLoads, seconds_n: np.ndarray, sync: Sync) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(rates, their uncertainty, which terms were fitted)."""
+    terms = _checked_terms(loads, seconds_n, sync)
+    theta, uncertainty = _solve(loads, seconds_n, sync, terms)
+    _check_known(uncertainty, terms)
+    return theta, uncertainty, terms
 
 
 def _features(loads: StackedLoads, sync: Sync, theta: np.ndarray) -> np.ndarray:

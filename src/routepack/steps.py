@@ -62,15 +62,19 @@ class StepLoads:
         return self.rows_MG.shape[1]
 
     @classmethod
-    def of_rows(cls, plan: Plan, rows_MGRL: np.ndarray) -> StepLoads:
-        """The loads of a plan whose units routed *rows_MGRL*, int [M, G, R, L], rows to each EP rank."""
+    def of_rows(cls, plan: Plan, rows_MGRL: np.ndarray, microbatches: np.ndarray | None = None) -> StepLoads:
+        """The loads of a plan whose units routed *rows_MGRL*, int [M, G, R, L], rows to each EP rank.
+
+        Of some *microbatches* only, int [M], where an optimizer step had only those.
+        """
         cells, shape = plan.packing.num_cells, (plan.num_microbatches, plan.topology.data_parallel_degree)
         tokens_C, pairs_C = np.zeros(cells, np.int64), np.zeros(cells, np.int64)
         np.add.at(tokens_C, plan.packing.cell_of_S, plan.length_S)
         np.add.at(pairs_C, plan.packing.cell_of_S, plan.length_S**2)
+        used = slice(None) if microbatches is None else microbatches
         return cls(
-            tokens_MW=tokens_C.reshape(shape),
-            pairs_MW=pairs_C.reshape(shape),
+            tokens_MW=tokens_C.reshape(shape)[used],
+            pairs_MW=pairs_C.reshape(shape)[used],
             rows_MG=rows_MGRL.max(axis=2).sum(axis=-1),
             joined_rows_M=rows_MGRL.max(axis=(1, 2)).sum(axis=-1),
         )

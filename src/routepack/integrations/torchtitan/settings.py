@@ -84,6 +84,8 @@ class TrainerSettings:
     """The latest checkpoints to keep, at least 2; 0: all."""
     async_checkpoints: bool = False
     """Copy the state to host memory and write it while training goes on."""
+    step_log: str = ""
+    """Append every step's loads and seconds to this file, for ``routepack calibrate``; empty: do not."""
     timeout_seconds: int = 300
     """A collective that takes longer fails."""
 

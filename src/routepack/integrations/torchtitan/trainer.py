@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,13 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.trainer import Trainer
 
-from routepack import distributed, materialize
+from routepack import distributed, materialize, minibatches
+from routepack.calibration import Forecaster
 from routepack.errors import PlanError, RankLostError, RoutePackError, TraceError
 from routepack.integrations.torchtitan import folders, huggingface, initialization, moves, overrides
 from routepack.integrations.torchtitan.losses import TokenLoss
 from routepack.integrations.torchtitan.model import TrainedModel, check_names, checked, moe_layer_ids, num_experts_of
+from routepack.integrations.torchtitan.observer import StepObserver, TokenMeans
 from routepack.integrations.torchtitan.replayed import ReplayedMicrobatch, num_trained_tokens
 from routepack.integrations.torchtitan.settings import StepMetrics, TrainerSettings, config_fields, start_alone
 from routepack.materialize import Microbatch
@@ -53,6 +56,8 @@ class RoutePackTrainer(Trainer):
         """As TrainerSettings.pad_to_multiple_of."""
         gathers_once: bool = False
         """Whether TrainerSettings.gather is ``step``."""
+        step_log: str = ""
+        """As TrainerSettings.step_log."""
         staging_bytes: int = moves.STAGING_BYTES
         """As TrainerSettings.staging_bytes."""
 
@@ -70,7 +75,7 @@ class RoutePackTrainer(Trainer):
         self.placement = ExpertPlacement.identity(len(self.moe_layer_ids), num_experts_of(config.model_spec))
         self._microbatch: ReplayedMicrobatch | None = None
         self._loss: TokenLoss | None = None
-        self._metric_sums: dict[str, Tensor] = {}
+        self._means = TokenMeans()
         self.last_move = moves.MoveFigures()
         self.windows_done = 0
         self._torn: RankLostError | None = None
@@ -79,6 +84,12 @@ class RoutePackTrainer(Trainer):
         super().__init__(config)
         if config.gathers_once:
             self.sharded.set_reshard_after_forward(False)
+        self.observer = StepObserver(
+            layer_ids=self.moe_layer_ids,
+            data_parallel_rank=self._data_parallel_rank(),
+            step_log=Path(config.step_log) if config.step_log else None,
+            forecaster=Forecaster(configured="step" if config.gathers_once else "layer"),
+        )
 
     def prepare_initialization(self, config: Config) -> None:
         """Make TorchTitan, which is about to build the model, draw every parameter whole."""
@@ -95,6 +106,7 @@ class RoutePackTrainer(Trainer):
             model=model,
             pad_to_multiple_of=settings.pad_to_multiple_of,
             gathers_once=settings.gather == "step",
+            step_log=settings.step_log,
             staging_bytes=settings.staging_bytes,
             **config_fields(model, settings),
         )
@@ -126,32 +138,52 @@ class RoutePackTrainer(Trainer):
 
         Returns:
             ``loss``, ``grad_norm`` (before clipping), ``learning_rate``, ``trained_tokens``, ``num_microbatches``,
-            ``experts_moved``, ``move_ms``, and the loss's own metrics averaged over trained tokens. The same on every rank.
+            ``experts_moved``, ``move_ms``, and the loss's own metrics averaged over trained tokens; and what
+            :meth:`~routepack.integrations.torchtitan.observer.StepObserver.finish` saw. The same on every rank.
 
         Raises:
             PlanError: the plan fits neither the batch nor this trainer, or ranks hold different ones.
             TraceError: the batch cannot be trained on, see :func:`routepack.materialize.microbatches`.
         """
+        (figures,) = self.update_minibatches(batch, plan, loss, num_minibatches=1, save=save)
+        return figures
+
+    def update_minibatches(
+        self, batch: RolloutBatch, plan: Plan, loss: TokenLoss, *, num_minibatches: int, save: bool = True
+    ) -> list[dict[str, float]]:
+        """Several optimizer steps on a window, each on a group of its microbatches, after one move; the figures of each.
+
+        As :meth:`update`, with every step's loss divided by the tokens that its own microbatches train. ConfigError where the
+        plan's microbatches cannot be dealt equally, TraceError where a group trains no token.
+        """
         microbatches = self._agreed_microbatches(batch, plan)
-        trained_tokens = num_trained_tokens(batch)
-        experts_moved = self.move_experts(plan.placement)
-        self._loss, self._metric_sums = loss, {}
+        groups = minibatches.split(plan, num_minibatches)
+        trained = [minibatches.trained_tokens(plan, batch, group) for group in groups]
+        moved = {"experts_moved": float(self.move_experts(plan.placement)), "move_ms": 1e3 * self.last_move.seconds}
+        steps = []
+        for group, trained_tokens in zip(groups, trained, strict=True):
+            figures = self._step([microbatches[m] for m in group], loss, trained_tokens)
+            live = self.observer.finish(plan, group, self._step_seconds, self.step)
+            if save:
+                self.save()
+            steps.append({**live, **figures, **moved})
+            # The move was one, before the first step.
+            moved = dict.fromkeys(moved, 0.0)
+        return steps
+
+    def _step(self, microbatches: list[Microbatch], loss: TokenLoss, trained_tokens: int) -> dict[str, float]:
+        self._loss, self._means = loss, TokenMeans()
         self.gradient_accumulation_steps = self._microbatches_left = len(microbatches)
         self.step += 1
         self.gc_handler.run(self.step)
         learning_rate = self.learning_rate
+        self.observer.start()
+        started = time.perf_counter()
         with distributed.together(f"step {self.step} was trained"):
             self.train_step(self._inputs(microbatches))
-        if save:
-            self.save()
-        counts = {
-            "learning_rate": learning_rate,
-            "trained_tokens": trained_tokens,
-            "num_microbatches": len(microbatches),
-            "experts_moved": experts_moved,
-            "move_ms": 1e3 * self.last_move.seconds,
-        }
-        figures = {**cast(StepMetrics, self.metrics_processor).last, **self._mean_metrics(trained_tokens), **counts}
+        self._step_seconds = time.perf_counter() - started
+        counts = {"learning_rate": learning_rate, "trained_tokens": trained_tokens, "num_microbatches": len(microbatches)}
+        figures = {**cast(StepMetrics, self.metrics_processor).last, **self._means.over_ranks(trained_tokens), **counts}
         return {name: float(value) for name, value in figures.items()}
 
     def log_probabilities(self, batch: RolloutBatch, plan: Plan) -> np.ndarray:
@@ -320,7 +352,8 @@ class RoutePackTrainer(Trainer):
             loss_n = token_loss(logprobs_n, microbatch.fields)
             loss = self.normalized(loss_n, microbatch.loss_mask_n, global_valid_tokens)
             loss.backward()
-        self._add_metrics(token_loss, logprobs_n.detach(), microbatch)
+        self._means.add(token_loss.metrics(logprobs_n.detach(), microbatch.fields), microbatch.loss_mask_n)
+        self.observer.add(self.model, microbatch)
         overrides.set_replay(self.model, None)
         return loss
 
@@ -364,12 +397,15 @@ class RoutePackTrainer(Trainer):
         microbatches, error = [], None
         try:
             self._check_plan(batch, plan)
-            rank = self.parallel_dims.get_mesh("batch").get_local_rank() if self.parallel_dims.dp_enabled else 0
+            rank = self._data_parallel_rank()
             microbatches = materialize.microbatches(plan, batch, rank, pad_to_multiple_of=self.pad_to_multiple_of)
         except RoutePackError as caught:
             error = caught
         distributed.agree(plan.content_digest(), "plan", error=error, device=self.device)
         return microbatches
+
+    def _data_parallel_rank(self) -> int:
+        return self.parallel_dims.get_mesh("batch").get_local_rank() if self.parallel_dims.dp_enabled else 0
 
     def _check_plan(self, batch: RolloutBatch, plan: Plan) -> None:
         degrees = (self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard, self.parallel_dims.ep)
@@ -405,17 +441,6 @@ class RoutePackTrainer(Trainer):
             index = torch.from_numpy(slots_E.astype(np.int64)).to(self.device)
             rows.update({id(parameter): index for parameter in layer.inner_experts.parameters()})
         return {name: rows[id(parameter)] for name, parameter in self._named_parameters() if id(parameter) in rows}
-
-    def _add_metrics(self, token_loss: TokenLoss, logprobs_n: Tensor, microbatch: ReplayedMicrobatch) -> None:
-        for name, value_n in token_loss.metrics(logprobs_n, microbatch.fields).items():
-            self._metric_sums[name] = self._metric_sums.get(name, 0.0) + (value_n * microbatch.loss_mask_n).sum()
-
-    def _mean_metrics(self, trained_tokens: int) -> dict[str, float]:
-        if not self._metric_sums:
-            return {}
-        names = sorted(self._metric_sums)
-        sums = distributed.sum_over_ranks(torch.stack([self._metric_sums[name] for name in names]))
-        return dict(zip(names, (sums / trained_tokens).tolist(), strict=True))
 
 
 def _full(parameter: Tensor) -> Tensor:
