@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from routepack import solvers, testing
     from routepack.background import BackgroundPlanner, PlanTiming
+    from routepack.calibration import MeasuredCost
     from routepack.communication import FreeLinks, Links, LinkSpeeds, WindowNormalizedLinks, copies_across
     from routepack.components.baselines import (
         EPLBRerouter,
@@ -46,6 +47,7 @@ _NAMES = {
         "UnequalKarmarkarKarpPacker",
     ),
     "background": ("BackgroundPlanner", "PlanTiming"),
+    "calibration": ("MeasuredCost",),
     "communication": ("FreeLinks", "LinkSpeeds", "Links", "WindowNormalizedLinks", "copies_across"),
     "components.collector": ("RoutingDemandCollector",),
     "components.hierarchical": ("HierarchicalRerouter",),
@@ -86,6 +88,7 @@ __all__ = [
     "LPTRerouter",
     "LinkSpeeds",
     "Links",
+    "MeasuredCost",
     "ModifiedFirstFitPacker",
     "MoveIfItPays",
     "MovePolicy",
