@@ -11,9 +11,7 @@ from routepack.steps import StepLoads, StepRecord
 from routepack.testing import synthetic_demand
 from routepack.types import SYNCS, Topology
 
-RATES = MeasuredCost(
-    token_seconds=2e-4, pair_seconds=3e-7, expert_seconds=1e-5, microbatch_seconds=0.05, step_seconds=0.2
-)
+RATES = MeasuredCost(token_seconds=2e-4, pair_seconds=3e-7, expert_seconds=1e-5, microbatch_seconds=0.05, step_seconds=0.2)
 
 
 def loads_of(rng, *, microbatches=None, ranks=4, groups=2):
@@ -196,8 +194,6 @@ def test_a_model_without_rates_is_refused():
 def test_plans_of_the_baseline_are_priced_too():
     demand = synthetic_demand(num_sequences=24, max_length=60)
     topology = Topology(data_parallel_degree=2, expert_parallel_degree=2)
-    planner = Planner(
-        topology=topology, packer=FirstFitPacker(max_tokens=256), rerouter=IdentityRerouter(), cost_model=RATES
-    )
+    planner = Planner(topology=topology, packer=FirstFitPacker(max_tokens=256), rerouter=IdentityRerouter(), cost_model=RATES)
     plan = planner.plan(demand)
     assert plan.value == pytest.approx(plan.baseline_value)

@@ -252,7 +252,7 @@ def step_log(path, *, steps=40):
     model = MeasuredCost(token_seconds=2e-4, pair_seconds=3e-7, expert_seconds=1e-5, step_seconds=0.2)
     for step in range(steps):
         tokens_MW, rows_MG = rng.integers(500, 1024, (3, 4)), rng.integers(5000, 9000, (3, 2))
-        pairs_MW, joined_rows_M = tokens_MW * rng.integers(50, 400, (3, 4)), rows_MG.max(axis=1)
+        pairs_MW, joined_rows_M = tokens_MW * rng.integers(50, 400, (3, 4)), rows_MG.max(axis=1) + rng.integers(0, 500, 3)
         loads = StepLoads(tokens_MW=tokens_MW, pairs_MW=pairs_MW, rows_MG=rows_MG, joined_rows_M=joined_rows_M)
         lines.append(StepRecord(loads=loads, seconds=model.predicted_seconds(loads, "layer"), step=step).to_json())
     path.write_text("\n".join(lines))

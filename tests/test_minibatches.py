@@ -53,7 +53,7 @@ def test_trained_tokens_are_the_masks_without_first_tokens():
 
 def test_microbatches_that_cannot_be_dealt_equally_are_refused():
     plan, _ = planned()
-    with pytest.raises(ConfigError, match=r"does not divide .* microbatch_multiple=7"):
+    with pytest.raises(ConfigError, match=r"does not divide .*microbatch_multiple=7"):
         minibatches.split(plan, 7)
 
 

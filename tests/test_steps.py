@@ -53,9 +53,7 @@ def test_some_microbatches_alone_have_their_own_loads():
     plan, demand = planned()
     rows = by_loops(plan, demand)[2].astype(int)
     some = np.array([plan.num_microbatches - 1])
-    assert np.array_equal(
-        StepLoads.of_rows(plan, rows[some], some).tokens_MW, StepLoads.planned(plan, demand).tokens_MW[some]
-    )
+    assert np.array_equal(StepLoads.of_rows(plan, rows[some], some).tokens_MW, StepLoads.planned(plan, demand).tokens_MW[some])
 
 
 def test_a_record_survives_the_file(tmp_path):

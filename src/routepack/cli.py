@@ -144,9 +144,8 @@ def calibrate(
     console = Console()
     console.print(calibration_table(fits))
     same = " One EP group: the three are the same." if records[0].loads.num_groups == 1 else ""
-    console.print(
-        f"\nsync={chosen} is kept or predicts best.{same} Use it: routepack plan configs/plan.yaml {out}", soft_wrap=True
-    )
+    why = "predicts best" if chosen != sync else "is kept: nothing predicts better"
+    console.print(f"\nsync={chosen} {why}.{same} Use it: routepack plan configs/plan.yaml {out}", soft_wrap=True)
 
 
 def calibrated_layer(fit: Any, logs: list[Path]) -> str:
