@@ -29,6 +29,7 @@ LEVELS = [
         "report",
         "assembly",
         "distributed",
+        "sequence_exchange",
         "row_exchange",
         "testing",
     },

@@ -1,6 +1,7 @@
 """What went wrong in public stacks, one test each: the case's name is the thread where it was reported."""
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -138,6 +139,18 @@ def test_RL_648_cells_may_hold_any_number_of_sequences(kind):
     sizes = [len(sequences) for sequences in plan.packing.cells()]
     assert sum(sizes) == 249
     assert min(sizes) >= 1
+
+
+@every_packer
+def test_prime_rl_1959_ranks_run_the_same_modality_in_every_microbatch(kind):
+    # Text alone and with images: a rank that runs the vision encoder gathers its weights, and needs all others to.
+    topology = Topology(data_parallel_degree=4, expert_parallel_degree=1)
+    demand = replace(demand_of([30, 50, 20, 40, 10] * 8), modality_S=np.arange(40) % 3 // 2)
+    plan = Planner(topology=topology, packer=kind(max_tokens=100), num_proposals=1000).plan(demand)
+    assert verify(plan, demand) == []
+    for m in range(plan.num_microbatches):
+        held = [demand.modality_S[plan.packing.sequences_of(m, rank)] for rank in range(4)]
+        assert len(np.unique(np.concatenate(held))) == 1
 
 
 def test_ms_swift_8102_SkyRL_847_there_are_no_dummy_microbatches():

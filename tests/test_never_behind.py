@@ -13,7 +13,7 @@ from routepack.components.packer import AttentionAwarePacker
 from routepack.components.rerouter import IdentityRerouter
 from routepack.cost import WindowNormalizedCost
 from routepack.errors import InfeasibleError
-from routepack.planner import Planner, _Search
+from routepack.planner import Planner, Search
 from routepack.types import SYNCS, RoutingDemand, Topology
 
 REROUTERS = [IdentityRerouter(), baselines.LPTRerouter(), baselines.EPLBRerouter()]
@@ -72,7 +72,7 @@ def test_routepack_is_never_behind_a_baseline_on_a_thousand_windows():
 
 def test_without_the_baselines_among_its_candidates_the_search_alone_falls_behind(monkeypatch):
     # The search is cut to a proposal or two, so that this does not depend on how good it is.
-    monkeypatch.setattr(_Search, "peers", lambda self, known: ())
+    monkeypatch.setattr(Search, "peers", lambda self, known: ())
     monkeypatch.setattr("routepack.solvers.anneal.anneal", lambda *arguments, **options: None)
     assert compare(range(25))[1] > 1.0
 
@@ -82,9 +82,7 @@ def test_a_baseline_is_only_passed_over_where_it_cannot_be_ahead():
     for seed in range(30):
         demand, options, cap = random_window(seed)
         try:
-            search = _Search(
-                planner=Planner(**options, packer=AttentionAwarePacker(max_tokens=cap)), demand=demand, started=0.0
-            )
+            search = Search(planner=Planner(**options, packer=AttentionAwarePacker(max_tokens=cap)), demand=demand, started=0.0)
         except InfeasibleError:
             continue
         values = sorted(candidate.evaluation.value for candidate in search.peers(np.inf))

@@ -189,3 +189,21 @@ def test_the_largest_seed_plans_and_is_kept():
     topology = Topology(data_parallel_degree=2, expert_parallel_degree=2)
     plan = Planner(topology=topology, packer=AttentionAwarePacker(max_tokens=256), seed=2**40, num_proposals=2000).plan(window)
     assert plan.seed == 2**40
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("rule", ["equal_sequences", "modality_S"])
+@pytest.mark.parametrize("seed", range(4))
+def test_tiny_windows_are_planned_exactly_under_rules_too(seed, rule, sync):
+    """So that more proposals find nothing better, and one is enough."""
+    window = synthetic_demand(num_sequences=8, num_layers=2, num_experts=4, max_length=64, seed=seed)
+    if rule == "modality_S":
+        window = replace(window, modality_S=np.arange(8) % 2)
+    packer = AttentionAwarePacker(max_tokens=160, equal_sequences=rule == "equal_sequences")
+    topology = Topology(data_parallel_degree=2, expert_parallel_degree=2)
+    plans = [
+        Planner(topology=topology, packer=packer, sync=sync, num_proposals=proposals).plan(window) for proposals in (1, 20_000)
+    ]
+    assert plans[0].packing.num_cells <= 4
+    assert plans[0].value == plans[1].value
+    assert verify(plans[0], window) == []

@@ -10,12 +10,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from routepack import cost
 from routepack.types import ExpertPlacement, Packing
+
+if TYPE_CHECKING:
+    from routepack.planner import Candidate, Search
 
 PHASE_PROPOSALS = 64
 """Proposals of a phase, per sequence."""
@@ -32,21 +35,22 @@ CHAINS = (HOT, 1.0, HOT, 8.0)
 """From how hot each of them starts: where a few long sequences weigh much, their moves need more than is typical."""
 
 
-def candidates(search: Any) -> Iterator[Any]:
+def candidates(search: Search) -> Iterator[Candidate]:
     """Priced pairs of placement and packing, each legal, the last ones the best searched for."""
     placement = search.rerouter.place(search.demand.tokens_LE, search.topology)
     if not (search.rerouter.refines and search.packer.improves):
         yield from _packed_once(search, placement)
         return
-    optimum = _optimum(search)
+    optimum, proven = _optimum(search)
     if optimum is not None:
         yield optimum
+    if proven and not search.rates.links_cost:
         return
     yield from _chains(search, placement)
 
 
-def _optimum(search: Any) -> Any:
-    """The best pair there is, in a window so small that all can be tried; else None."""
+def _optimum(search: Search) -> tuple[Candidate | None, bool]:
+    """The best pair there is, in a window so small that all can be tried, and whether all were; else None."""
     from routepack.solvers import exact, layout, placement
 
     demand, topology = search.demand, search.topology
@@ -61,23 +65,23 @@ def _optimum(search: Any) -> Any:
         cells_per_unit=cost.ranks_per_group(topology),
         num_ranks=topology.expert_parallel_degree,
         sync=search.planner.sync,
+        modality_S=demand.modality_S,
+        skew=search.packer.sequence_skew if search.packer.equal_sequences else -1,
     )
-    # Rules on the numbers of sequences a rank gets are no business of that search.
-    ruled = getattr(search.packer, "equal_sequences", False)
-    solved = tiny.solve() if tiny.is_tiny and not ruled else None
+    solved = tiny.solve() if tiny.is_tiny else None
     if solved is None:
-        return None
-    cell_of_S, rank_of_LE = solved
+        return None, False
+    cell_of_S, rank_of_LE, proven = solved
     packing = Packing(
         cell_of_S=cell_of_S,
         num_microbatches=tiny.num_microbatches,
         data_parallel_degree=topology.data_parallel_degree,
     )
     placed = ExpertPlacement(physical_to_logical_LP=placement.slots_of_ranks(rank_of_LE))
-    return search.priced(placed, packing, search.load_of(placed))
+    return search.priced(placed, packing, search.load_of(placed)), proven
 
 
-def _chains(search: Any, placement: ExpertPlacement) -> Iterator[Any]:
+def _chains(search: Search, placement: ExpertPlacement) -> Iterator[Candidate]:
     """What one search finds; in a small window what several find, each from a temperature of its own.
 
     A large window is annealed in domains, on all cores. A small one is not worth cutting, but its few long sequences
@@ -92,7 +96,7 @@ def _chains(search: Any, placement: ExpertPlacement) -> Iterator[Any]:
         # A chain that may try little is better joined to another.
         chains = min(chains, max(1, search.num_proposals // (CHAIN_PROPOSALS * search.demand.num_sequences)))
 
-    def run(chain: int) -> list[Any]:
+    def run(chain: int) -> list[Candidate]:
         share = search.num_proposals // chains
         return list(_Alternation(search=search, placement=placement, chain=chain, num_proposals=share).run())
 
@@ -102,7 +106,7 @@ def _chains(search: Any, placement: ExpertPlacement) -> Iterator[Any]:
             yield from found
 
 
-def _packed_once(search: Any, placement: ExpertPlacement) -> Iterator[Any]:
+def _packed_once(search: Search, placement: ExpertPlacement) -> Iterator[Candidate]:
     load_SRL = search.load_of(placement)
     packing = search.packer.pack(search.problem(load_SRL))
     yield from dealt(search, search.priced(placement, packing, load_SRL), load_SRL)
@@ -112,25 +116,30 @@ def _packed_once(search: Any, placement: ExpertPlacement) -> Iterator[Any]:
         yield from dealt(search, search.priced(placement, packing, load_SRL), load_SRL)
 
 
-def refined(search: Any, placement: ExpertPlacement, packing: Packing, **heat: Any) -> ExpertPlacement:
+def refined(search: Search, placement: ExpertPlacement, packing: Packing, **heat: Any) -> ExpertPlacement:
     """The placement refined on the packed units; with ``temperature`` and ``seed``, annealed."""
     joined = cost.num_packed_groups(search.topology) if search.planner.sync == "layer" else 1
     unit_of_S = packing.cell_of_S // cost.ranks_per_group(search.topology)
     return search.rerouter.refine_placement(placement, search.demand, unit_of_S, search.topology, joined_units=joined, **heat)
 
 
-def dealt(search: Any, candidate: Any, load_SRL: np.ndarray) -> Iterator[Any]:
+def dealt(search: Search, candidate: Candidate, load_SRL: np.ndarray) -> Iterator[Candidate]:
     """The candidate; where microbatches are waited for, also with its units dealt to them by falling cost."""
     yield candidate
     if search.planner.sync == "step":
         return
-    # Any unit may be any microbatch of any group, and sorted units have the least sum of maxima.
-    width, cell_of_S = cost.ranks_per_group(search.topology), candidate.packing.cell_of_S
-    place_of_U = np.argsort(np.argsort(-candidate.evaluation.cost_MG.ravel(), kind="stable"))
+    # Any unit may be any microbatch of any group (of its modality), and sorted units have the least sum of maxima.
+    width, packing = cost.ranks_per_group(search.topology), candidate.packing
+    cell_of_S = packing.cell_of_S
+    kind_U, cost_U = np.zeros(packing.num_cells // width, dtype=np.int64), candidate.evaluation.cost_MG.ravel()
+    if search.demand.modality_S is not None:
+        kind_U[cell_of_S // width] = search.demand.modality_S
+    place_of_U = np.empty_like(kind_U)
+    place_of_U[np.lexsort((-cost_U, kind_U))] = np.argsort(kind_U, kind="stable")
     packing = Packing(
         cell_of_S=place_of_U[cell_of_S // width] * width + cell_of_S % width,
-        num_microbatches=candidate.packing.num_microbatches,
-        data_parallel_degree=candidate.packing.data_parallel_degree,
+        num_microbatches=packing.num_microbatches,
+        data_parallel_degree=packing.data_parallel_degree,
     )
     yield search.priced(candidate.placement, packing, load_SRL)
 
@@ -139,7 +148,7 @@ def dealt(search: Any, candidate: Any, load_SRL: np.ndarray) -> Iterator[Any]:
 class _Alternation:
     """One search: where it stands."""
 
-    search: Any
+    search: Search
     placement: ExpertPlacement
     num_proposals: int
     chain: int = 0
@@ -154,7 +163,7 @@ class _Alternation:
         self.typical = search.packer.typical_change(problem)
         self.packing = search.packer.pack(search.problem(self.load_SRL, num_proposals=0, temperatures=(0.0, 0.0)))
 
-    def run(self) -> Iterator[Any]:
+    def run(self) -> Iterator[Candidate]:
         """Cool, then finish; yields what the finish meets."""
         for phase, progress in enumerate(self._progress()):
             heat = CHAINS[self.chain] * (COLD / CHAINS[self.chain]) ** progress * self.typical
@@ -215,10 +224,10 @@ class _Alternation:
         self.placement = refined(search, self.placement, self.packing, temperature=rows, seed=seed, effort=effort)
         self.load_SRL = search.load_of(self.placement)
 
-    def _priced(self) -> Any:
+    def _priced(self) -> Candidate:
         return self.search.priced(self.placement, self.packing, self.load_SRL)
 
-    def _better(self, candidate: Any) -> Any:
+    def _better(self, candidate: Candidate) -> Candidate:
         """The candidate as it is or dealt anew, whichever is better; the search goes on from there."""
         best = min(dealt(self.search, candidate, self.load_SRL), key=lambda one: one.evaluation.key)
         self.packing = best.packing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,12 @@ def checked_array(noun: Any, name: str, dtype: Any = None, *, ndim: int) -> np.n
         value = cast
     object.__setattr__(noun, name, value)
     return value
+
+
+def joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """The arrays end to end; None where any is missing."""
+    there = [part for part in parts if part is not None]
+    return np.concatenate(there) if len(there) == len(parts) else None
 
 
 def as_plain(value: Any) -> Any:

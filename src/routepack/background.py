@@ -106,7 +106,13 @@ class BackgroundPlanner:
         self._enqueue(lambda: window, previous, started=time.perf_counter(), spent=0.0)
 
     def add(
-        self, routed_experts_TLK: np.ndarray, *, num_tokens: int, valid_T: np.ndarray | None = None, group: int = 0
+        self,
+        routed_experts_TLK: np.ndarray,
+        *,
+        num_tokens: int,
+        valid_T: np.ndarray | None = None,
+        group: int = 0,
+        modality: int | None = None,
     ) -> None:
         """Hand over one sequence of the next window as it arrives, as to the planner's ``collector.add``; counted elsewhere.
 
@@ -114,10 +120,8 @@ class BackgroundPlanner:
         """
         started = time.perf_counter()
         self._check_open()
-        collector = self._collector
-        self._counted.append(
-            self._counting.submit(collector.add, routed_experts_TLK, num_tokens=num_tokens, valid_T=valid_T, group=group)
-        )
+        given = {"num_tokens": num_tokens, "valid_T": valid_T, "group": group, "modality": modality}
+        self._counted.append(self._counting.submit(self._collector.add, routed_experts_TLK, **given))
         self._stream_seconds += time.perf_counter() - started
 
     def finish(self, previous: ExpertPlacement | None = None, *, order_S: Sequence[int] | None = None) -> None:

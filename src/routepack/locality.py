@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from routepack.communication import nodes_per_group
 from routepack.components.hierarchical import group_of
 from routepack.types import ExpertPlacement, Packing
 
+if TYPE_CHECKING:
+    from routepack.planner import Candidate, Search
+
 ROUNDS = 3
 """Times that sequences are seated and experts placed anew."""
 
 
-def brought_near(search: Any, best: Any) -> Any:
+def brought_near(search: Search, best: Candidate) -> Candidate:
     """The better of a candidate and what follows from it when cells, sequences and experts come near one another.
 
     Cells of a unit exchange their ranks, sequences of a unit their cells, experts their ranks (by the rerouter's
@@ -25,7 +28,7 @@ def brought_near(search: Any, best: Any) -> Any:
     return near if gathered is None else _better(search, near, _alternated(search, best, gathered))
 
 
-def _alternated(search: Any, best: Any, placement: ExpertPlacement) -> Any:
+def _alternated(search: Search, best: Candidate, placement: ExpertPlacement) -> Candidate:
     """The best of a candidate and of what comes of its packing on a placement."""
     packing = best.packing
     for turn in range(ROUNDS):
@@ -41,12 +44,12 @@ def _alternated(search: Any, best: Any, placement: ExpertPlacement) -> Any:
     return best
 
 
-def _better(search: Any, best: Any, other: Any) -> Any:
+def _better(search: Search, best: Candidate, other: Candidate) -> Candidate:
     # Cells that change ranks change how many sequences a rank has, which the packer may have rules about.
     return min(best, other, key=lambda candidate: candidate.evaluation.key) if search.allowed(other) else best
 
 
-def _seated(search: Any, placement: ExpertPlacement, packing: Packing) -> Packing:
+def _seated(search: Search, placement: ExpertPlacement, packing: Packing) -> Packing:
     """The packing with cells, then sequences, nearer to their experts; as it was unless nodes cut groups evenly."""
     from routepack.solvers import nodes
 

@@ -66,7 +66,14 @@ def microbatches(plan: Plan, batch: RolloutBatch, rank: int, *, pad_to_multiple_
     if not 0 <= rank < plan.topology.data_parallel_degree:
         raise ConfigError(f"rank={rank} is not one of the plan's {plan.topology.data_parallel_degree} data-parallel ranks.")
     whole("pad_to_multiple_of", pad_to_multiple_of, least=1)
-    cells = (plan.packing.sequences_of(microbatch, rank) for microbatch in range(plan.num_microbatches))
+    cells = [plan.packing.sequences_of(microbatch, rank) for microbatch in range(plan.num_microbatches)]
+    return of_cells(plan, batch, cells, rank, pad_to_multiple_of=pad_to_multiple_of)
+
+
+def of_cells(
+    plan: Plan, batch: RolloutBatch, cells: Sequence[np.ndarray], rank: int, *, pad_to_multiple_of: int = 1
+) -> list[Microbatch]:
+    """The microbatches of these sequences of *batch*, int64 [S of the cell] each; padded as on *rank* under *plan*."""
     return [_padded(_microbatch(batch, sequences), plan, rank, pad_to_multiple_of) for sequences in cells]
 
 
@@ -93,9 +100,23 @@ def check_fit(plan: Plan, batch: RolloutBatch) -> None:
     placed, recorded = plan.placement.physical_to_logical_LP.shape, (batch.num_layers, batch.num_experts)
     if placed != recorded:
         raise PlanError(f"the plan places {placed} [layers, experts]; the batch recorded {recorded}: plan this batch.")
+    if batch.modality_S is not None:
+        _check_modalities(plan, batch.modality_S)
     if "token_ids" not in batch.token_fields:
         raise TraceError(
             f"the batch has token fields {sorted(batch.token_fields)} but no token_ids: record them to train on it."
+        )
+
+
+def _check_modalities(plan: Plan, modality_S: np.ndarray) -> None:
+    row_of_S = plan.packing.cell_of_S // plan.topology.data_parallel_degree
+    first_M = modality_S[np.unique(row_of_S, return_index=True)[1]]
+    wrong = np.flatnonzero(first_M[row_of_S] != modality_S)
+    if len(wrong):
+        s = int(wrong[0])
+        raise PlanError(
+            f"microbatch {row_of_S[s]} holds sequence {s} of modality {modality_S[s]} and others of {first_M[row_of_S[s]]}; "
+            "ranks would wait for one another's collectives: plan this batch, with its modalities."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any, cast
@@ -98,7 +98,7 @@ class Planner:
         instance("window", window, (RolloutBatch, RoutingDemand))
         demand = self.collector.collect(window) if isinstance(window, RolloutBatch) else window
         self.topology.slots_per_rank(demand.num_experts)
-        search = _Search(planner=self, demand=demand, started=started)
+        search = Search(planner=self, demand=demand, started=started)
         baseline = search.baseline()
         search.keep_time()
         found = [candidate for candidate in alternation.candidates(search) if search.allowed(candidate)]
@@ -136,14 +136,16 @@ def default_proposals(demand: RoutingDemand, topology: Topology, sync: Sync = "s
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Candidate:
+class Candidate:
+    """A placement and a packing, priced."""
+
     placement: ExpertPlacement
     packing: Packing
     evaluation: cost.Evaluation
 
 
 @dataclass(kw_only=True, eq=False)
-class _Search:
+class Search:
     """One call of :meth:`Planner.plan`: what its steps share."""
 
     planner: Planner
@@ -157,7 +159,9 @@ class _Search:
         planner.move_policy.check_unit(rates.unit)
         inside, across = planner.links.checked_prices(demand, self.topology, rates.unit)
         self.rates = replace(rates, inside=inside, across=across)
-        self.certificate, self.feasible = self.packer.certify(demand.length_S, self.topology, seed=planner.seed)
+        self.certificate, self.feasible = self.packer.certify(
+            demand.length_S, self.topology, seed=planner.seed, modality_S=demand.modality_S
+        )
         self.num_proposals = planner.num_proposals or default_proposals(demand, self.topology, planner.sync)
         limit = planner.time_limit_seconds
         self.deadline = None if limit is None else self.started + limit * (1 - REFINE_SHARE)
@@ -168,7 +172,7 @@ class _Search:
         if self.deadline is not None and limit is not None:
             self.deadline -= min(limit / 3, max(0.0, time.monotonic() - self.started - limit * REFINE_SHARE))
 
-    def baseline(self) -> _Candidate:
+    def baseline(self) -> Candidate:
         """Identity placement and first-fit packing."""
         placement = ExpertPlacement.identity(self.demand.num_layers, self.demand.num_experts)
         load_SRL = self.load_of(placement)
@@ -176,11 +180,11 @@ class _Search:
         packer = FirstFitPacker(max_tokens=self.packer.max_tokens, **rules)
         return self.priced(placement, packer.pack(self.problem(load_SRL)), load_SRL)
 
-    def allowed(self, candidate: _Candidate) -> bool:
+    def allowed(self, candidate: Candidate) -> bool:
         """Whether the ranks' numbers of sequences are as the packer's rules want them."""
         return self.packer.rules.counts_allowed(candidate.packing.cell_of_S, self.topology.data_parallel_degree)
 
-    def peers(self, known: float):
+    def peers(self, known: float) -> Iterator[Candidate]:
         """What the baselines would plan where it can be worth less than *known*, the best value so far.
 
         A search that falls behind one of them takes its plan. Most cannot, by their attention term and the least that
@@ -221,6 +225,7 @@ class _Search:
             num_microbatches=self.certificate.num_microbatches,
             feasible_cell_of_S=self.feasible,
             start_cell_of_S=start,
+            modality_S=self.demand.modality_S,
             sync=self.planner.sync,
             seed=self.planner.seed if seed is None else seed,
             deadline=self.deadline,
@@ -234,7 +239,7 @@ class _Search:
         ranks = self.topology.expert_parallel_degree
         return rank_load(self.demand.tokens_SLE, placement.rank_of_LE(ranks), ranks)
 
-    def priced(self, placement: ExpertPlacement, packing: Packing, load_SRL: np.ndarray) -> _Candidate:
+    def priced(self, placement: ExpertPlacement, packing: Packing, load_SRL: np.ndarray) -> Candidate:
         """A candidate with its value under the planner's ``sync``."""
         evaluation = cost.evaluate(
             load_SRL=load_SRL,
@@ -244,9 +249,9 @@ class _Search:
             rates=self.rates,
             sync=self.planner.sync,
         )
-        return _Candidate(placement=placement, packing=packing, evaluation=evaluation)
+        return Candidate(placement=placement, packing=packing, evaluation=evaluation)
 
-    def report(self, best: _Candidate, baseline: _Candidate, moves: Mapping[str, float] = NO_MOVES) -> Plan:
+    def report(self, best: Candidate, baseline: Candidate, moves: Mapping[str, float] = NO_MOVES) -> Plan:
         """The plan, with everything that it says about itself."""
         planner = self.planner
         limits = bounds.plan_bounds(
@@ -256,7 +261,7 @@ class _Search:
         parts = best.evaluation.parts("planned") | baseline.evaluation.parts("baseline")
         if not isinstance(planner.links, FreeLinks):
             parts |= self.traffic(best, "planned") | self.traffic(baseline, "baseline")
-            parts["planned.nodes_per_group"] = float(nodes_per_group(self.topology))
+            parts["planned.nodes_per_group"] = nodes_per_group(self.topology)
         return Plan(
             topology=self.topology,
             placement=best.placement,
@@ -282,7 +287,7 @@ class _Search:
             versions=versions(),
         )
 
-    def traffic(self, candidate: _Candidate, name: str) -> dict[str, float]:
+    def traffic(self, candidate: Candidate, name: str) -> dict[str, float]:
         """What goes over links, for a plan's ``parts``."""
         packing = candidate.packing
         load_CRL = cost.sums_by(packing.cell_of_S, self.load_of(candidate.placement), packing.num_cells)

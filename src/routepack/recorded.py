@@ -13,7 +13,7 @@ from routepack.arrays import checked_array, digest_of, to_numpy
 from routepack.checks import MOST, instance, whole
 from routepack.errors import TraceError
 
-TRACE_TENSORS = ("routed_experts", "cu_seqlens", "num_tokens", "layer_ids", "valid", "group_ids")
+TRACE_TENSORS = ("routed_experts", "cu_seqlens", "num_tokens", "layer_ids", "valid", "group_ids", "modality_ids")
 """Tensors of a trace file that are no fields; no field may take their names."""
 
 
@@ -50,6 +50,9 @@ class RolloutBatch:
     """bool [T]: False where the row was not really recorded. None: all were."""
     group_S: np.ndarray | None = None
     """int64 [S]: the prompt that a rollout belongs to."""
+    modality_S: np.ndarray | None = None
+    """int64 [S]: numbers for what makes sequences run different graphs, such as text and images: every microbatch then
+    holds one of them, on all ranks. None: all run the same."""
     token_fields: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Per-token arrays [N, ...], N = sum of num_tokens_S: ``token_ids``, ``loss_mask``, ``logprobs``, ``advantages`` ..."""
     sequence_fields: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -67,7 +70,9 @@ class RolloutBatch:
         checked_array(self, "num_tokens_S", np.int64, ndim=1)
         if self.layer_ids_L is None:
             object.__setattr__(self, "layer_ids_L", np.arange(ids.shape[1], dtype=np.int32))
-        for name, dtype in (("layer_ids_L", np.int32), ("valid_T", np.bool_), ("group_S", np.int64)):
+        for name, dtype in (
+            ("layer_ids_L", np.int32), ("valid_T", np.bool_), ("group_S", np.int64), ("modality_S", np.int64),
+        ):  # fmt: skip
             if getattr(self, name) is not None:
                 checked_array(self, name, dtype, ndim=1)
         for name in ("token_fields", "sequence_fields"):
@@ -130,7 +135,7 @@ def _check_rollout_batch(batch: RolloutBatch) -> None:
             f"cu_seqlens must hold {batch.num_sequences + 1} ascending offsets from 0 to the {rows} recorded rows."
         )
     _check_rows(batch)
-    expected = {"valid_T": rows, "group_S": batch.num_sequences}
+    expected = {"valid_T": rows, "group_S": batch.num_sequences, "modality_S": batch.num_sequences}
     for name, size in expected.items():
         value = getattr(batch, name)
         if value is not None and len(value) != size:
@@ -171,6 +176,8 @@ class RoutingDemand:
     top_k: int
     group_S: np.ndarray | None = None
     """int64 [S]: rollout group; never constrains packing."""
+    modality_S: np.ndarray | None = None
+    """int64 [S]: sequences of different modality never share a microbatch. None: all are of one."""
     layer_ids_L: np.ndarray = None  # pyrefly: ignore[bad-assignment]
     """int32 [L]: absolute decoder layers. None, when constructing: 0 .. L - 1."""
     estimated_S: np.ndarray | None = None
@@ -185,7 +192,9 @@ class RoutingDemand:
         checked_array(self, "length_S", np.int64, ndim=1)
         if self.layer_ids_L is None:
             object.__setattr__(self, "layer_ids_L", np.arange(tokens.shape[1], dtype=np.int32))
-        for name, dtype in (("layer_ids_L", np.int32), ("group_S", np.int64), ("estimated_S", np.bool_)):
+        for name, dtype in (
+            ("layer_ids_L", np.int32), ("group_S", np.int64), ("modality_S", np.int64), ("estimated_S", np.bool_),
+        ):  # fmt: skip
             if getattr(self, name) is not None:
                 checked_array(self, name, dtype, ndim=1)
         _check_demand(self)
@@ -212,8 +221,9 @@ class RoutingDemand:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of counts and lengths: what ties a plan to the window it was made for."""
-        return digest_of(self.tokens_SLE, self.length_S, np.asarray([self.top_k]))
+        """SHA-256 of counts, lengths and modalities: what ties a plan to the window it was made for."""
+        modality = () if self.modality_S is None else (self.modality_S,)
+        return digest_of(self.tokens_SLE, self.length_S, np.asarray([self.top_k]), *modality)
 
 
 def _narrow_counts(tokens_SLE: np.ndarray) -> np.ndarray:
@@ -235,7 +245,8 @@ def _check_demand(demand: RoutingDemand) -> None:
     object.__setattr__(demand, "top_k", whole("top_k", demand.top_k, least=1, error=TraceError))
     if demand.top_k > experts:
         raise TraceError(f"top_k={demand.top_k} must lie between 1 and the {experts} experts.")
-    for name, size in (("length_S", sequences), ("group_S", sequences), ("estimated_S", sequences), ("layer_ids_L", layers)):
+    sizes = dict.fromkeys(("length_S", "group_S", "modality_S", "estimated_S"), sequences) | {"layer_ids_L": layers}
+    for name, size in sizes.items():
         value = getattr(demand, name)
         if value is not None and len(value) != size:
             raise TraceError(f"{name} has {len(value)} entries; tokens_SLE needs {size}.")

@@ -22,6 +22,10 @@ from routepack.materialize import Microbatch
 from routepack.types import Plan, RolloutBatch, RoutingDemand
 
 
+BY_SEQUENCE = ("group_S", "modality_S")
+"""A batch's own arrays by sequence, each of which may be missing."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldSequences:
     """The sequences of a window that one rank holds."""
@@ -57,7 +61,7 @@ def gathered_demand(held: HeldSequences, collector: RoutingDemandCollector) -> R
     order, demands = np.argsort(numbers), [demand for _, demand in parts]
     optional = {
         name: None if getattr(own, name) is None else np.concatenate([getattr(demand, name) for demand in demands])[order]
-        for name in ("group_S", "estimated_S")
+        for name in (*BY_SEQUENCE, "estimated_S")
     }
     return replace(
         own,
@@ -86,7 +90,9 @@ def to_planned_ranks(held: HeldSequences, plan: Plan) -> HeldSequences:
     received = dict(_unpacked(arrived, held.batch))
     planned = np.concatenate([plan.packing.sequences_of(m, rank) for m in range(plan.num_microbatches)])
     missing = sorted(set(planned.tolist()) - received.keys())
-    error = PlanError(f"no rank holds sequence {missing[0]} ({len(missing)} such sequences of rank {rank}).") if missing else None
+    error = (
+        PlanError(f"no rank holds sequence {missing[0]} ({len(missing)} such sequences of rank {rank}).") if missing else None
+    )
     distributed.agree(agreed, "window", error=error)
     return HeldSequences(batch=_joined([received[int(s)] for s in planned], held.batch), sequences_S=planned)
 
@@ -103,7 +109,8 @@ def microbatches(plan: Plan, held: HeldSequences, rank: int, *, pad_to_multiple_
     if missing:
         raise PlanError(f"rank {rank} does not hold sequence {missing[0]}: send sequences to their ranks first.")
     places = [np.array([position[int(s)] for s in cell]) for cell in cells]
-    return materialize.of_cells(plan, held.batch, places, rank, names=cells, pad_to_multiple_of=pad_to_multiple_of)
+    made = materialize.of_cells(plan, held.batch, places, rank, pad_to_multiple_of=pad_to_multiple_of)
+    return [replace(one, sequences_S=cell) for one, cell in zip(made, cells, strict=True)]
 
 
 def _error(held: HeldSequences, plan: Plan, ranks: int) -> RoutePackError | None:
@@ -135,8 +142,8 @@ def _arrays(batch: RolloutBatch) -> Iterator[tuple[str, np.ndarray]]:
         yield "row/valid", batch.valid_T
     yield from ((f"token/{name}", batch.token_fields[name]) for name in sorted(batch.token_fields))
     yield from ((f"sequence/{name}", batch.sequence_fields[name]) for name in sorted(batch.sequence_fields))
-    if batch.group_S is not None:
-        yield "sequence/group", batch.group_S
+    own = ((name, getattr(batch, name)) for name in BY_SEQUENCE)
+    yield from ((f"sequence/{name}", value) for name, value in own if value is not None)
 
 
 def _slice_of(name: str, batch: RolloutBatch, s: int) -> slice:
@@ -192,9 +199,7 @@ def _unpacked(data: np.ndarray, like: RolloutBatch) -> Iterator[tuple[int, Seque
     while at < len(data):
         number, tokens, rows = taken(3, np.dtype(np.int64), ()).tolist()
         counts = {"row": rows, "token": tokens, "sequence": 1}
-        parts = {
-            name: taken(counts[name.partition("/")[0]], value.dtype, value.shape[1:]) for name, value in _arrays(like)
-        }
+        parts = {name: taken(counts[name.partition("/")[0]], value.dtype, value.shape[1:]) for name, value in _arrays(like)}
         yield number, parts | {"num_tokens": np.array(tokens), "num_rows": np.array(rows)}
 
 
@@ -207,7 +212,7 @@ def _joined(sequences: list[Sequence], like: RolloutBatch) -> RolloutBatch:
         cu_seqlens=np.concatenate([[0], np.cumsum([int(sequence["num_rows"]) for sequence in sequences])]),
         num_tokens_S=np.array([int(sequence["num_tokens"]) for sequence in sequences]),
         valid_T=whole.get("row/valid"),
-        group_S=whole.get("sequence/group"),
+        **{name: whole.get(f"sequence/{name}") for name in BY_SEQUENCE},
         token_fields={name: whole[f"token/{name}"] for name in like.token_fields},
         sequence_fields={name: whole[f"sequence/{name}"] for name in like.sequence_fields},
     )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from routepack.checks import whole
+from routepack.components import modalities
 from routepack.components.packer import Packer, PackingProblem
 from routepack.components.rerouter import Rerouter
 from routepack.cost import WindowNormalizedCost, num_packed_groups
@@ -27,19 +28,21 @@ def synthetic_batch(
     group_size: int = 4,
     vocab_size: int = 1000,
     skew: float = 1.0,
+    num_modalities: int = 1,
     seed: int = 0,
 ) -> RolloutBatch:
     """Rollouts with unequal lengths and skewed routing, made up from *seed*.
 
     Lengths are lognormal. Experts have a lognormal popularity per layer (*skew* is its sigma; 0 routes
-    evenly) that every rollout group shakes a little. The last token of each sequence is not fed in.
+    evenly) that every rollout group shakes a little. The last token of each sequence is not fed in. With *num_modalities*
+    above 1, groups take turns in modality.
 
     >>> batch = synthetic_batch(num_sequences=8, max_length=32)
     >>> batch.num_sequences, batch.num_layers, batch.top_k
     (8, 4, 2)
     """
     sizes = {"num_sequences": num_sequences, "num_layers": num_layers, "num_experts": num_experts, "top_k": top_k}
-    for name, value in (sizes | {"group_size": group_size, "vocab_size": vocab_size}).items():
+    for name, value in (sizes | {"group_size": group_size, "vocab_size": vocab_size, "num_modalities": num_modalities}).items():
         whole(name, value, least=1)
     whole("top_k", top_k, least=1, most=num_experts)
     whole("max_length", max_length, least=2)
@@ -58,6 +61,7 @@ def synthetic_batch(
         num_tokens_S=num_tokens_S,
         num_experts=num_experts,
         group_S=group_S,
+        modality_S=group_S % num_modalities if num_modalities > 1 else None,
         token_fields={
             "token_ids": rng.integers(0, vocab_size, num_tokens),
             "loss_mask": ~is_first,
@@ -87,15 +91,20 @@ def synthetic_demand(**options: Any) -> RoutingDemand:
     layer_L = np.arange(batch.num_layers)[None, :, None]
     np.add.at(tokens_SLE, (sequence_T[:, None, None], layer_L, batch.routed_experts_TLK), 1)
     return RoutingDemand(
-        tokens_SLE=tokens_SLE, length_S=batch.num_tokens_S, top_k=batch.top_k, group_S=batch.group_S, name=batch.source
+        tokens_SLE=tokens_SLE,
+        length_S=batch.num_tokens_S,
+        top_k=batch.top_k,
+        group_S=batch.group_S,
+        modality_S=batch.modality_S,
+        name=batch.source,
     )
 
 
 def check_packer(packer: Packer, *, num_windows: int = 100, seed: int = 0) -> None:
     """Hold a packer to its invariants on random windows that fit its cap.
 
-    Every packing is legal, the same problem gives the same packing, and the problem is left as it was.
-    Raises PlanError that says what went wrong, in which window.
+    Every packing is legal, the same problem gives the same packing, and the problem is left as it was. Some windows are of
+    two modalities. Raises PlanError that says what went wrong, in which window.
     """
     rng, done, name = np.random.default_rng(seed), 0, type(packer).__name__
     while done < num_windows:
@@ -108,6 +117,8 @@ def check_packer(packer: Packer, *, num_windows: int = 100, seed: int = 0) -> No
             raise PlanError(
                 f"{type(packer).__name__} packed window {done} differently the second time: draw from problem.seed."
             )
+        if not modalities.aligned(packing.cell_of_S, problem.modality_S, problem.topology.data_parallel_degree):
+            raise PlanError(f"{name} mixed modalities in a microbatch of window {done}.")
         if not all(map(np.array_equal, before, _arrays_of(problem))):
             raise PlanError(f"{name} changed the arrays of window {done}: copy them first.")
         done += 1
@@ -123,8 +134,10 @@ def _random_problem(packer: Packer, rng: np.random.Generator) -> PackingProblem 
     popularity_LE = rng.dirichlet(np.full(8, 0.5), size=3)
     tokens_SLE = np.stack([rng.multinomial(n, popularity_LE) for n in length_S])
     demand = RoutingDemand(tokens_SLE=tokens_SLE, length_S=length_S, top_k=1)
+    mixed = rng.random() < 0.3 and not packer.equal_sequences
+    modality_S = rng.integers(0, 2, num_sequences) if mixed else None
     try:
-        certificate, feasible_cell_of_S = packer.certify(length_S, topology)
+        certificate, feasible_cell_of_S = packer.certify(length_S, topology, modality_S=modality_S)
     except InfeasibleError:
         return None
     return PackingProblem(
@@ -135,6 +148,7 @@ def _random_problem(packer: Packer, rng: np.random.Generator) -> PackingProblem 
         max_tokens=packer.max_tokens,
         num_microbatches=certificate.num_microbatches,
         feasible_cell_of_S=feasible_cell_of_S,
+        modality_S=modality_S,
         seed=int(rng.integers(2**31)),
         num_proposals=2000,
     )

@@ -15,6 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from routepack.arrays import joined
 from routepack.errors import RoutePackError, TraceError
 from routepack.files import atomic_path
 from routepack.recorded import TRACE_TENSORS
@@ -69,6 +70,7 @@ def save_trace(batch: RolloutBatch, path: str | Path, **metadata: str) -> None:
         "layer_ids": batch.layer_ids_L,
         "valid": batch.valid_T,
         "group_ids": batch.group_S,
+        "modality_ids": batch.modality_S,
         **batch.token_fields,
         **batch.sequence_fields,
     }
@@ -97,6 +99,8 @@ def concatenate(batches: list[RolloutBatch]) -> RolloutBatch:
             raise TraceError("shards disagree on their token or sequence fields.")
         if (batch.layer_ids_L != first.layer_ids_L).any():
             raise TraceError("shards disagree on layer_ids.")
+        if (batch.modality_S is None) != (first.modality_S is None):
+            raise TraceError("shards disagree on whether sequences have a modality: give modality_ids to all or to none.")
     rows = np.cumsum([0] + [len(batch.routed_experts_TLK) for batch in batches])
     valid = [np.ones(len(b.routed_experts_TLK), bool) if b.valid_T is None else b.valid_T for b in batches]
     groups = [batch.group_S for batch in batches if batch.group_S is not None]
@@ -109,6 +113,7 @@ def concatenate(batches: list[RolloutBatch]) -> RolloutBatch:
         layer_ids_L=first.layer_ids_L,
         valid_T=None if all(batch.valid_T is None for batch in batches) else np.concatenate(valid),
         group_S=np.concatenate(groups) if len(groups) == len(batches) else None,
+        modality_S=joined([batch.modality_S for batch in batches]),
         token_fields={k: np.concatenate([b.token_fields[k] for b in batches]) for k in first.token_fields},
         sequence_fields={k: np.concatenate([b.sequence_fields[k] for b in batches]) for k in first.sequence_fields},
         source=first.source,
@@ -127,6 +132,7 @@ def save_demand(demand: RoutingDemand, path: str | Path) -> None:
         "tokens_SLE": demand.tokens_SLE,
         "length_S": demand.length_S,
         "group_S": demand.group_S,
+        "modality_S": demand.modality_S,
         "layer_ids": demand.layer_ids_L,
         "estimated_S": demand.estimated_S,
     }
@@ -201,6 +207,7 @@ def _trace(path: str | Path, metadata: dict[str, str], tensors: dict[str, np.nda
         layer_ids_L=_layer_ids(tensors, "routed_experts"),
         valid_T=tensors.get("valid"),
         group_S=tensors.get("group_ids"),
+        modality_S=tensors.get("modality_ids"),
         token_fields=token_fields,
         sequence_fields=sequence_fields,
         source=metadata.get("source", ""),
@@ -240,6 +247,7 @@ def _demand(path: str | Path, metadata: dict[str, str], tensors: dict[str, np.nd
         length_S=tensors["length_S"],
         top_k=_number(path, metadata, "top_k"),
         group_S=tensors.get("group_S"),
+        modality_S=tensors.get("modality_S"),
         layer_ids_L=_layer_ids(tensors, "tokens_SLE"),
         estimated_S=tensors.get("estimated_S"),
         num_masked_rows=_number(path, metadata, "num_masked_rows") if "num_masked_rows" in metadata else 0,

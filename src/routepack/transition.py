@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,8 +13,13 @@ from routepack.cost import num_packed_groups, ranks_per_group
 from routepack.errors import PlanError
 from routepack.types import ExpertPlacement, Packing
 
+if TYPE_CHECKING:
+    from routepack.planner import Candidate, Search
 
-def moved_on(search: Any, best: Any, baseline: Any, previous: ExpertPlacement) -> tuple[Any, dict[str, float]]:
+
+def moved_on(
+    search: Search, best: Candidate, baseline: Candidate, previous: ExpertPlacement
+) -> tuple[Candidate, dict[str, float]]:
     """The candidate that the planner's move policy makes of *best*, and the moves' figures for a plan's ``parts``.
 
     Ranks are numbered near the previous ones first. A policy that compares chooses layers twice: between staying and the
@@ -45,7 +50,7 @@ def moved_on(search: Any, best: Any, baseline: Any, previous: ExpertPlacement) -
     return chosen, _figures(search, chosen, previous) | values
 
 
-def _chosen_layers(search: Any, kept: Any, moved: Any, previous: ExpertPlacement, *, limit: float) -> Any:
+def _chosen_layers(search: Search, kept: Candidate, moved: Candidate, previous: ExpertPlacement, *, limit: float) -> Candidate:
     """The first of two candidates with the layers of the second that the policy takes; the packing of both is the same."""
     policy, topology = search.planner.move_policy, search.topology
     seconds_L = [policy.seconds_L(previous, one.placement, topology) for one in (kept, moved)]
@@ -61,7 +66,7 @@ def _chosen_layers(search: Any, kept: Any, moved: Any, previous: ExpertPlacement
     return search.priced(placement, kept.packing, search.load_of(placement))
 
 
-def _refined(search: Any, previous: ExpertPlacement, packing: Packing) -> Any:
+def _refined(search: Search, previous: ExpertPlacement, packing: Packing) -> Candidate:
     """The previous placement after the rerouter's swaps for this packing: most of the gain for few of the moves."""
     from routepack.solvers.placement import keep_in_place
 
@@ -75,7 +80,7 @@ def _refined(search: Any, previous: ExpertPlacement, packing: Packing) -> Any:
     return search.priced(placement, packing, search.load_of(placement))
 
 
-def _near(search: Any, best: Any, limit: float, previous: ExpertPlacement) -> Any:
+def _near(search: Search, best: Candidate, limit: float, previous: ExpertPlacement) -> Candidate:
     """The candidate with ranks renumbered and slots kept; priced again where it matters which rank is whose neighbour."""
     from routepack.solvers.placement import keep_in_place
 
@@ -94,7 +99,7 @@ def _mixed(moved: ExpertPlacement, kept: ExpertPlacement, moved_L: np.ndarray) -
     return ExpertPlacement(physical_to_logical_LP=slots_LP)
 
 
-def _packings(search: Any, placement: ExpertPlacement, near: Any) -> list[Any]:
+def _packings(search: Search, placement: ExpertPlacement, near: Candidate) -> list[Candidate]:
     """A placement with the packing that there is, and with the one found from it where the packer improves on packings."""
     load_SRL = search.load_of(placement)
     candidates = [search.priced(placement, near.packing, load_SRL)]
@@ -107,19 +112,19 @@ def _packings(search: Any, placement: ExpertPlacement, near: Any) -> list[Any]:
     return candidates
 
 
-def _worth(search: Any, candidate: Any, previous: ExpertPlacement) -> tuple[float, ...]:
+def _worth(search: Search, candidate: Candidate, previous: ExpertPlacement) -> tuple[float, ...]:
     policy = search.planner.move_policy
     seconds = float(policy.seconds_L(previous, candidate.placement, search.topology).sum())
     return policy.worth(candidate.evaluation.value, seconds), *candidate.evaluation.key
 
 
-def _figures(search: Any, candidate: Any, previous: ExpertPlacement) -> dict[str, float]:
+def _figures(search: Search, candidate: Candidate, previous: ExpertPlacement) -> dict[str, float]:
     policy, topology = search.planner.move_policy, search.topology
     moved_L = moved_between(previous, candidate.placement, topology.expert_parallel_degree).sum(axis=(1, 2))
     experts = int(moved_L.sum())
     return {
-        "experts_moved": float(experts),
-        "layers_kept": float((moved_L == 0).sum()),
+        "experts_moved": experts,
+        "layers_kept": int((moved_L == 0).sum()),
         "bytes_moved": experts * policy.expert_bytes(topology) * topology.num_groups,
         "move_seconds": float(policy.seconds_L(previous, candidate.placement, topology).sum()),
     }

@@ -75,6 +75,11 @@ def _cells(plan: Plan, demand: RoutingDemand) -> Iterator[str]:
             yield f"{where} holds {tokens} tokens, above the cap of {plan.max_tokens}."
         if sorted(plan.packing.order_S[sequences].tolist()) != list(range(len(sequences))):
             yield f"{where} does not number its sequences 0, 1, 2, ..."
+    tags = [0] * demand.num_sequences if demand.modality_S is None else demand.modality_S.tolist()
+    for m in range(plan.num_microbatches):
+        kinds = sorted({tags[s] for cell in held[m * ranks : (m + 1) * ranks] for s in cell})
+        if len(kinds) > 1:
+            yield f"microbatch {m} mixes sequences of modality {', '.join(map(str, kinds))}; each must hold one, on all ranks."
 
 
 def _prices(plan: Plan, demand: RoutingDemand) -> Iterator[str]:
@@ -86,7 +91,7 @@ def _prices(plan: Plan, demand: RoutingDemand) -> Iterator[str]:
     if not _close(plan.value, value):
         yield f"the plan is worth {value!r} under its rates and sync={plan.sync}, not {plan.value!r}."
     identity_LE = np.tile(np.arange(demand.num_experts) // slots, (demand.num_layers, 1))
-    cell_S = _first_fit(demand.length_S, plan)
+    cell_S = _baseline(demand, plan)
     if cell_S is not None:
         baseline = _value(plan, demand, cell_S, identity_LE)
         if not _close(plan.baseline_value, baseline):
@@ -179,16 +184,40 @@ def _links(plan: Plan, demand: RoutingDemand, cells: list[np.ndarray], group: in
     return inside * near_L + across * far_L
 
 
-def _first_fit(length_S: np.ndarray, plan: Plan) -> np.ndarray | None:
-    """First-fit decreasing; empty cells take the longest sequence of the fullest cell with more than one."""
-    cap, ranks = plan.max_tokens, plan.topology.data_parallel_degree
+def _kinds(demand: RoutingDemand) -> list[np.ndarray]:
+    """The sequences that may share a microbatch, modality by modality."""
+    tags = [0] * demand.num_sequences if demand.modality_S is None else demand.modality_S.tolist()
+    return [np.array([s for s, tag in enumerate(tags) if tag == kind]) for kind in sorted(set(tags))]
+
+
+def _baseline(demand: RoutingDemand, plan: Plan) -> np.ndarray | None:
+    """First fit, modality by modality, in as many microbatches as are asked for; None where too few sequences fill them."""
+    ranks, kinds = plan.topology.data_parallel_degree, _kinds(demand)
+    opened = [_first_fit(demand.length_S[kind], plan.max_tokens) for kind in kinds]
+    rows = [-(-int(cell.max() + 1) // ranks) for cell in opened]
+    for _ in range(_asked(plan, sum(rows)) - sum(rows)):
+        spare = [len(kind) - row * ranks for kind, row in zip(kinds, rows, strict=True)]
+        rows[spare.index(max(spare))] += 1
+    if any(row * ranks > len(kind) for kind, row in zip(kinds, rows, strict=True)):
+        return None
+    cell_S, before = np.empty(demand.num_sequences, dtype=np.int64), 0
+    for kind, cell, row in zip(kinds, opened, rows, strict=True):
+        cell_S[kind] = before * ranks + _filled(cell, demand.length_S[kind], row * ranks)
+        before += row
+    return cell_S
+
+
+def _first_fit(length_S: np.ndarray, cap: int) -> np.ndarray:
+    """First-fit decreasing."""
     cell_S, tokens = np.empty(len(length_S), dtype=np.int64), np.zeros(len(length_S), dtype=np.int64)
     for s in sorted(range(len(length_S)), key=lambda s: (-length_S[s], s)):
         cell_S[s] = np.argmax(tokens + length_S[s] <= cap)
         tokens[cell_S[s]] += length_S[s]
-    num_cells = _asked(plan, -(-int(cell_S.max() + 1) // ranks)) * ranks
-    if num_cells > len(length_S):
-        return None
+    return cell_S
+
+
+def _filled(cell_S: np.ndarray, length_S: np.ndarray, num_cells: int) -> np.ndarray:
+    """Empty cells take the longest sequence of the fullest cell with more than one."""
     held = np.bincount(cell_S, minlength=num_cells)
     filled = np.zeros(num_cells, dtype=np.int64)
     np.add.at(filled, cell_S, length_S)
@@ -243,10 +272,15 @@ def _attention(work_S: np.ndarray, length_S: np.ndarray, width: int, cap: int) -
 
 def _rows(plan: Plan, demand: RoutingDemand) -> Iterator[str]:
     certificate, ranks = plan.certificate, plan.topology.data_parallel_degree
-    bins = max(_bins_needed(demand.length_S, plan.max_tokens, a) for a in {0, *demand.length_S.tolist()})
-    needed = _asked(plan, -(-bins // ranks))
-    while needed < certificate.lower_bound and _fits(demand.length_S, plan.max_tokens, needed * ranks) is False:
-        needed = _asked(plan, needed + 1)
+    total = 0
+    for kind in _kinds(demand):
+        length_S = demand.length_S[kind]
+        bins = max(_bins_needed(length_S, plan.max_tokens, a) for a in {0, *length_S.tolist()})
+        needed = -(-bins // ranks)
+        while needed < certificate.lower_bound and _fits(length_S, plan.max_tokens, needed * ranks) is False:
+            needed += 1
+        total += needed
+    needed = _asked(plan, total)
     if certificate.lower_bound > needed:
         yield f"{certificate.lower_bound} microbatches are claimed to be needed; only {needed} are shown to be."
     if plan.num_microbatches != _asked(plan, plan.num_microbatches):

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from routepack.components.modalities import aligned
 from routepack.cost import CostRates, evaluate
 from routepack.solvers import exact
 from routepack.solvers.layout import Weights
@@ -52,7 +53,7 @@ def value(made, sync, cell_of_S, rank_of_LE):
     ).value
 
 
-def least_value(made, sync):
+def least_value(made, sync, allowed=None):
     length_S, tokens_SLE, rates, topology, rows, cap = made
     ranks, groups = topology.expert_parallel_degree, topology.num_groups
     num_cells, layers = rows * topology.data_parallel_degree, tokens_SLE.shape[1]
@@ -61,6 +62,8 @@ def least_value(made, sync):
     cells = np.array(list(itertools.product(range(num_cells), repeat=len(length_S))))
     onto = cells[:, None, :] == np.arange(num_cells)[:, None]
     legal = ((onto @ length_S) <= cap).all(axis=1) & onto.any(axis=2).all(axis=1)
+    if allowed is not None:
+        legal &= [allowed(cell_of_S) for cell_of_S in cells]
     onto = onto[legal].astype(float)
     work = (onto @ rates.cost_SI(length_S)).reshape(len(onto), rows, groups, ranks, -1)
     peaks = []  # of each layer: [placements, packings, M, G]
@@ -85,9 +88,45 @@ def least_value(made, sync):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_plan_found_is_the_best_of_all(seed, shape, sync):
     made = window(seed, shape)
-    cell_of_S, rank_of_LE = tiny(made, sync).solve()
+    cell_of_S, rank_of_LE, proven = tiny(made, sync).solve()
+    assert proven
     assert np.bincount(cell_of_S, made[0]).max() <= made[-1]
     assert value(made, sync, cell_of_S, rank_of_LE) == pytest.approx(least_value(made, sync), rel=1e-9)
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 2), (1, 4, 2), (2, 2, 1), (4, 1, 1)], ids=str)
+@pytest.mark.parametrize("skew", [0, 1])
+def test_the_plan_found_is_the_best_of_those_with_equal_numbers(skew, shape, sync):
+    made = window(7, shape, sequences=5 + shape[1] % 4 // 2 if skew else 4, cap=80)
+
+    def allowed(cell_of_S):
+        return np.ptp(np.bincount(cell_of_S % shape[1], minlength=shape[1])) <= skew
+
+    cell_of_S, rank_of_LE, proven = tiny(made, sync, skew=skew).solve()
+    assert proven
+    assert allowed(cell_of_S)
+    assert value(made, sync, cell_of_S, rank_of_LE) == pytest.approx(least_value(made, sync, allowed), rel=1e-9)
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("shape", [(2, 2, 2), (2, 2, 1), (3, 1, 1), (4, 1, 1)], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_plan_found_is_the_best_of_those_that_do_not_mix_modalities(seed, shape, sync):
+    made = window(seed, shape, cap=90)
+    modality_S = np.array([0, 1, 1, 0, 1, 0])
+
+    def allowed(cell_of_S):
+        return aligned(cell_of_S, modality_S, shape[1])
+
+    cell_of_S, rank_of_LE, _ = tiny(made, sync, modality_S=modality_S).solve()
+    assert allowed(cell_of_S)
+    assert value(made, sync, cell_of_S, rank_of_LE) == pytest.approx(least_value(made, sync, allowed), rel=1e-9)
+
+
+def test_what_was_cut_short_is_not_called_proven(monkeypatch):
+    monkeypatch.setattr(exact, "MAX_NODES", 3)
+    assert not tiny(window(0, (1, 4, 2), layers=3), "step").solve()[2]
 
 
 def test_what_does_not_fit_has_no_plan():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from routepack.arrays import joined
 from routepack.checks import real, whole
 from routepack.errors import ConfigError, TraceError
 from routepack.types import RolloutBatch, RoutingDemand
@@ -54,6 +55,7 @@ class RoutingDemandCollector:
         num_tokens: int,
         valid_T: np.ndarray | None = None,
         group: int = 0,
+        modality: int | None = None,
     ) -> None:
         """Count one sequence of *num_tokens* tokens as it arrives; its rows are those of a RolloutBatch."""
         if self.num_experts < 1:
@@ -65,6 +67,7 @@ class RoutingDemandCollector:
             num_experts=self.num_experts,
             valid_T=valid_T,
             group_S=np.asarray([group]),
+            modality_S=None if modality is None else np.asarray([modality]),
         )
         demand, coverage_S = self._count(batch)
         first = self._arrived[0] if self._arrived else demand
@@ -73,6 +76,8 @@ class RoutingDemandCollector:
                 f"sequence {len(self._arrived)} records {demand.num_layers} layers of top-{demand.top_k} routes; the ones "
                 f"before it recorded {first.num_layers} of top-{first.top_k}."
             )
+        if (demand.modality_S is None) != (first.modality_S is None):
+            raise TraceError(f"sequence {len(self._arrived)} and those before it: give a modality to all or to none.")
         self._arrived.append(demand)
         self._coverage.append(float(coverage_S[0]))
 
@@ -91,6 +96,7 @@ class RoutingDemandCollector:
             tokens_SLE=np.concatenate([one.tokens_SLE for one in arrived]),
             length_S=np.concatenate([one.length_S for one in arrived]),
             group_S=np.concatenate([one.group_S for one in arrived if one.group_S is not None]),
+            modality_S=joined([one.modality_S for one in arrived]),
             num_masked_rows=sum(one.num_masked_rows for one in arrived),
         )
         return self._estimate(window, np.asarray(coverage))
@@ -114,6 +120,7 @@ class RoutingDemandCollector:
             length_S=batch.num_tokens_S,
             top_k=batch.top_k,
             group_S=batch.group_S,
+            modality_S=batch.modality_S,
             layer_ids_L=batch.layer_ids_L,
             num_masked_rows=int(len(batch.routed_experts_TLK) - rows_S.sum()),
         )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, final
 
 import numpy as np
 
 from routepack.checks import real, whole
+from routepack.components import modalities
 from routepack.cost import CostRates, num_packed_groups, ranks_per_group
 from routepack.errors import ConfigError, InfeasibleError, PlanError
 from routepack.types import Certificate, Packing, PackingRules, Sync, Topology
@@ -39,6 +40,8 @@ class PackingProblem:
     """Moves and swaps that a search may try."""
     deadline: float | None = None
     """``time.monotonic()`` by which to be done; replaces ``num_proposals``."""
+    modality_S: np.ndarray | None = None
+    """int64 [S], where sequences of different modality must not share a microbatch; a packer sees one at a time."""
     temperatures: tuple[float, float] | None = None
     """Where a search by annealing begins and ends, in the unit of the rates; (0, 0) only accepts what is better.
     None: the packer finds its own, and ends with such a finish."""
@@ -114,30 +117,41 @@ class Packer(ABC):
         return 0.0
 
     @final
-    def certify(self, length_S: np.ndarray, topology: Topology, *, seed: int = 0) -> tuple[Certificate, np.ndarray]:
+    def certify(
+        self, length_S: np.ndarray, topology: Topology, *, seed: int = 0, modality_S: np.ndarray | None = None
+    ) -> tuple[Certificate, np.ndarray]:
         """The fewest microbatches found, what proves it, and a legal packing with them.
 
-        Raises InfeasibleError for a sequence longer than the cap, too few sequences to fill every cell, or a number
-        of sequences that cannot be dealt equally where that is asked for.
+        Raises InfeasibleError for a sequence longer than the cap, too few sequences to fill every cell (or those of one
+        modality), or a number of sequences that cannot be dealt equally where that is asked for.
         """
-        from routepack.solvers import rows
-
         ranks = topology.data_parallel_degree
         self._check_window(length_S, ranks)
-        certificate, cell_of_S = rows.certify_rows(
-            length_S,
-            self.max_tokens,
-            ranks,
-            seed=seed,
-            rules=self.rules,
-            steps=self.certify_steps,
-            cp_sat_seconds=self.certify_seconds,
-        )
+        if modality_S is not None and modalities.kinds_of(modality_S):
+            self._check_no_equal_sequences()
+            one = partial(self._certify_rows, ranks=ranks, seed=seed, rules=PackingRules())
+            return modalities.certified(length_S, modality_S, ranks, self.rules, one)
+        certificate, cell_of_S = self._certify_rows(length_S, ranks=ranks, seed=seed, rules=self.rules)
         if certificate.num_microbatches * ranks > len(length_S):
             raise InfeasibleError(self._too_few(certificate, len(length_S), ranks))
         if self.rules.counts_allowed(cell_of_S, ranks):
             return certificate, cell_of_S
         return self._certify_equal(certificate, cell_of_S, length_S, ranks)
+
+    def _certify_rows(
+        self, length_S: np.ndarray, *, ranks: int, seed: int, rules: PackingRules
+    ) -> tuple[Certificate, np.ndarray]:
+        from routepack.solvers import rows
+
+        search = {"steps": self.certify_steps, "cp_sat_seconds": self.certify_seconds}
+        return rows.certify_rows(length_S, self.max_tokens, ranks, seed=seed, rules=rules, **search)
+
+    def _check_no_equal_sequences(self) -> None:
+        if self.equal_sequences:
+            raise InfeasibleError(
+                "packer.equal_sequences=True cannot be kept in a window of several modalities, whose microbatches are packed "
+                "apart: leave it off, or plan each modality for itself."
+            )
 
     def _check_window(self, length_S: np.ndarray, ranks: int) -> None:
         if len(length_S) < ranks:
@@ -200,13 +214,12 @@ class Packer(ABC):
         """The packing, checked.
 
         Where ``equal_sequences`` asks for it, sequences move between ranks until their numbers agree; a packing that
-        cannot be evened out is replaced by ``problem.feasible_cell_of_S``.
+        cannot be evened out is replaced by ``problem.feasible_cell_of_S``. Sequences of several modalities are packed modality
+        by modality, each into microbatches of its own.
         Raises PlanError naming the packer, the cell, its tokens and the cap.
         """
-        cell_of_S = self._assigned(problem)
-        while cell_of_S.min() < 0:
-            problem = self._roomier(problem, cell_of_S)
-            cell_of_S = self._assigned(problem)
+        apart = bool(modalities.kinds_of(problem.modality_S))
+        cell_of_S = self._packed_apart(problem) if apart else self._packed(problem)
         ranks = problem.topology.data_parallel_degree
         self._check_cells(cell_of_S, problem.length_S, ranks)
         try:
@@ -221,6 +234,24 @@ class Packer(ABC):
         cell_of_S = problem.feasible_cell_of_S if equal is None else equal
         rows = -(-int(cell_of_S.max() + 1) // ranks)
         return Packing(cell_of_S=cell_of_S, num_microbatches=rows, data_parallel_degree=ranks)
+
+    def _packed(self, problem: PackingProblem) -> np.ndarray:
+        cell_of_S = self._assigned(problem)
+        while cell_of_S.min() < 0:
+            problem = self._roomier(problem, cell_of_S)
+            cell_of_S = self._assigned(problem)
+        return cell_of_S
+
+    def _packed_apart(self, problem: PackingProblem) -> np.ndarray:
+        # What is asked of the number of microbatches is asked of all modalities together.
+        packer, parts = replace(self, min_microbatches=1, microbatch_multiple=1), []
+        ranks = problem.topology.data_parallel_degree
+        for members, own in modalities.problems(problem):
+            cell_of_S = packer._packed(own)
+            packer._check_cells(cell_of_S, own.length_S, ranks)
+            parts.append(modalities.Part(members=members, length_S=own.length_S, cell_of_S=cell_of_S, num_ranks=ranks))
+        cell_of_S = modalities.stacked(parts, self.rules)
+        return problem.feasible_cell_of_S if cell_of_S is None else cell_of_S
 
     def _check_cells(self, cell_of_S: np.ndarray, length_S: np.ndarray, ranks: int) -> None:
         tokens_C = np.bincount(cell_of_S, length_S).astype(np.int64)

@@ -6,6 +6,8 @@ import numpy as np
 from numba import njit
 
 STEP, MICROBATCH, LAYER = 0, 1, 2
+CELLS = 3
+"""Only the cells of a unit are equal."""
 FAR = np.int64(2**59)
 """Above every cost (their total is scaled to 2^56), and far enough from the largest number to be multiplied by G."""
 
@@ -117,6 +119,8 @@ def _may_open(used_C, c, rows, groups, width, sync):
     for k in range(first, c):
         if not used_C[k]:
             return False
+    if sync == CELLS:
+        return True
     m, g = unit // groups, unit % groups
     if sync == STEP:
         for before in range(m):
@@ -130,11 +134,35 @@ def _may_open(used_C, c, rows, groups, width, sync):
 
 
 @njit(nogil=True, cache=True)
-def best_plan(length_S, cost_SI, peak_LXP, expert, max_tokens, rows, groups, width, sync, nodes, best_S, best_L):
+def _mixes(cell_S, s, c, modality_S, row_width):
+    """Whether cell c is in a microbatch that holds an earlier sequence of another modality than s."""
+    mixed = False
+    for t in range(s):
+        mixed |= modality_S[t] != modality_S[s] and cell_S[t] // row_width == c // row_width
+    return mixed
+
+
+@njit(nogil=True, cache=True)
+def _skew(used_C, ranks):
+    """By how much the ranks' numbers of sequences differ."""
+    least, most = np.int64(2**31), np.int64(0)
+    for w in range(ranks):
+        count = np.int64(0)
+        for c in range(w, used_C.size, ranks):
+            count += used_C[c]
+        least, most = min(least, count), max(most, count)
+    return most - least
+
+
+@njit(nogil=True, cache=True)
+def best_plan(
+    length_S, cost_SI, peak_LXP, expert, max_tokens, rows, groups, width, sync, modality_S, skew, nodes, best_S, best_L
+):  # fmt: skip
     """The least value of any legal packing and placement, which are written to *best_S* and *best_L*.
 
-    Depth first over the cells of the sequences; equal cells are opened in order only. *nodes* is what the
-    search over placements may still try; where it ends at 0, the value is the best found.
+    Depth first over the cells of the sequences; equal cells are opened in order only. A microbatch holds one modality, and
+    with a *skew* of 0 or more ranks' numbers of sequences differ by no more: then cells of a unit are not equal, and all
+    are opened. *nodes* is what the search over placements may still try; where it ends at 0, the value is the best found.
     """
     sequences, num_cells, units = length_S.size, rows * groups * width, rows * groups
     cell_S = np.full(sequences, -1)
@@ -144,6 +172,8 @@ def best_plan(length_S, cost_SI, peak_LXP, expert, max_tokens, rows, groups, wid
     mask_U = np.zeros(units, np.int64)
     attention_U, attention_M = np.zeros(units, np.int64), np.zeros(rows, np.int64)
     choice_L = np.zeros(peak_LXP.shape[0], np.int64)
+    # Under STEP a group's units change places, but not where they are tied to those of other groups by modality.
+    equal = CELLS if sync == STEP and (modality_S != modality_S[0]).any() else sync
     best, best_sum, empty, s = FAR, FAR, num_cells, 0
     while s >= 0:
         c = cell_S[s]
@@ -156,7 +186,8 @@ def best_plan(length_S, cost_SI, peak_LXP, expert, max_tokens, rows, groups, wid
         c += 1
         while c < num_cells and (
             tokens_C[c] + length_S[s] > max_tokens
-            or (used_C[c] == 0 and not _may_open(used_C, c, rows, groups, width, sync))
+            or (skew < 0 and used_C[c] == 0 and not _may_open(used_C, c, rows, groups, width, equal))
+            or _mixes(cell_S, s, c, modality_S, width * groups)
             or sequences - s - 1 < empty - (used_C[c] == 0)
         ):
             c += 1
@@ -172,6 +203,8 @@ def best_plan(length_S, cost_SI, peak_LXP, expert, max_tokens, rows, groups, wid
         mask_U[c // width] ^= 1 << s
         if s + 1 < sequences:
             s += 1
+            continue
+        if skew >= 0 and _skew(used_C, width * groups) > skew:
             continue
         _attention(cost_CI, width, attention_U)
         if sync == LAYER or groups == 1:

@@ -73,6 +73,10 @@ class TinyWindow:
     cells_per_unit: int
     num_ranks: int
     sync: str
+    modality_S: np.ndarray | None = None
+    """Sequences of different modality never share a microbatch."""
+    skew: int = -1
+    """By how much ranks' numbers of sequences may differ; -1: by any number."""
 
     @property
     def is_tiny(self) -> bool:
@@ -101,14 +105,20 @@ class TinyWindow:
             peak_LXP[layer] = load_XPR.max(axis=2)
         return peak_LXP
 
-    def solve(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """(``cell_of_S``, ``rank_of_LE``) of the least value; None where no packing fits so many microbatches."""
+    def solve(self) -> tuple[np.ndarray, np.ndarray, bool] | None:
+        """(``cell_of_S``, ``rank_of_LE``) of the least value, and whether that is proven.
+
+        It is not where placements were too many to try (MAX_NODES). None where no packing fits so many microbatches.
+        """
         best_S = np.full(len(self.length_S), -1)
         best_L = np.zeros(self.tokens_SLE.shape[1], dtype=np.int64)
-        sync = ("step", "microbatch", "layer").index(self.sync)
+        sync, nodes = ("step", "microbatch", "layer").index(self.sync), np.array([MAX_NODES])
+        modality_S = np.zeros(len(self.length_S)) if self.modality_S is None else self.modality_S
         kernels.best_plan(
             np.ascontiguousarray(self.length_S, dtype=np.int64), self.weights.cost_SI, self._peaks(),
             np.int64(self.weights.expert), self.max_tokens, self.num_microbatches, self.num_groups,
-            self.cells_per_unit, sync, np.array([MAX_NODES]), best_S, best_L,
+            self.cells_per_unit, sync, modality_S.astype(np.int64), self.skew, nodes, best_S, best_L,
         )  # fmt: skip
-        return None if best_S[0] < 0 else (best_S.astype(np.int32), self.rank_of_PE[best_L].astype(np.int32))
+        if best_S[0] < 0:
+            return None
+        return best_S.astype(np.int32), self.rank_of_PE[best_L].astype(np.int32), bool(nodes[0] > 0)

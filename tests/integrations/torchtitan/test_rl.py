@@ -70,3 +70,11 @@ def test_a_failed_plan_is_raised_on_every_rank_and_leaves_no_thread(rl_pair, key
 @pytest.mark.parametrize("key", ["level 0", "level 1"])
 def test_no_thread_is_left_after_a_run(rl_pair, key):
     assert [results[key]["threads"] for results in rl_pair] == [[], []]
+
+
+@pytest.mark.parametrize("level", ["level 0", "level 1"])
+def test_plans_know_where_the_experts_will_be(rl_pair, level):
+    """So what a plan says it moves is what the trainer moves."""
+    history = rl_pair[0][level]["history"]
+    assert [one["experts_moved"] for one in history] == [one["plan/experts_moved"] for one in history]
+    assert sum(one["experts_moved"] for one in history) > 0

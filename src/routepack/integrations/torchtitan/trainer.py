@@ -159,7 +159,7 @@ class RoutePackTrainer(Trainer):
         microbatches = self._agreed_microbatches(batch, plan)
         groups = minibatches.split(plan, num_minibatches)
         trained = [minibatches.trained_tokens(plan, batch, group) for group in groups]
-        moved = {"experts_moved": float(self.move_experts(plan.placement)), "move_ms": 1e3 * self.last_move.seconds}
+        moved: dict[str, float] = {"experts_moved": self.move_experts(plan.placement), "move_ms": 1e3 * self.last_move.seconds}
         steps = []
         for group, trained_tokens in zip(groups, trained, strict=True):
             figures = self._step([microbatches[m] for m in group], loss, trained_tokens)
@@ -168,7 +168,7 @@ class RoutePackTrainer(Trainer):
                 self.save()
             steps.append({**live, **figures, **moved})
             # The move was one, before the first step.
-            moved = dict.fromkeys(moved, 0.0)
+            moved = dict.fromkeys(moved, 0)
         return steps
 
     def _step(self, microbatches: list[Microbatch], loss: TokenLoss, trained_tokens: int) -> dict[str, float]:
@@ -182,9 +182,10 @@ class RoutePackTrainer(Trainer):
         with distributed.together(f"step {self.step} was trained"):
             self.train_step(self._inputs(microbatches))
         self._step_seconds = time.perf_counter() - started
-        counts = {"learning_rate": learning_rate, "trained_tokens": trained_tokens, "num_microbatches": len(microbatches)}
-        figures = {**cast(StepMetrics, self.metrics_processor).last, **self._means.over_ranks(trained_tokens), **counts}
-        return {name: float(value) for name, value in figures.items()}
+        counts: dict[str, float] = {"trained_tokens": trained_tokens, "num_microbatches": len(microbatches)}
+        rates = {**cast(StepMetrics, self.metrics_processor).last, **self._means.over_ranks(trained_tokens)}
+        rates |= {"learning_rate": learning_rate}
+        return {name: float(value) for name, value in rates.items()} | counts
 
     def log_probabilities(self, batch: RolloutBatch, plan: Plan) -> np.ndarray:
         """float32 [N]: the log-probability of every token given the earlier ones, under replay; 0 for first tokens.
