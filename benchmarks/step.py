@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +88,7 @@ class Placed:
 class Bench:
     def __init__(self, args):
         import torch.distributed as dist
+        from step_windows import MAX_TOKENS
 
         import routepack as rp
         from routepack.components.rerouter import Rerouter
@@ -95,7 +96,6 @@ class Bench:
         from routepack.integrations.torchtitan.model import TinyQwen3MoE
         from routepack.integrations.torchtitan.settings import TrainerSettings
         from routepack.integrations.torchtitan.trainer import RoutePackTrainer
-        from step_windows import MAX_TOKENS
 
         class Kept(Rerouter):
             """A placement that is given."""
@@ -175,9 +175,10 @@ class Bench:
 
     def calibrate(self):
         """Warm up on windows of other sizes and plans of every kind; take the rates and the sync that predict them best."""
+        from step_windows import part
+
         from routepack.calibration import best_sync, calibrate
         from routepack.steps import StepRecord
-        from step_windows import part
 
         rp, records = self.rp, []
         rng = np.random.default_rng(0)

@@ -21,7 +21,6 @@ from routepack.errors import PlanError, RoutePackError, TraceError
 from routepack.materialize import Microbatch
 from routepack.types import Plan, RolloutBatch, RoutingDemand
 
-
 BY_SEQUENCE = ("group_S", "modality_S")
 """A batch's own arrays by sequence, each of which may be missing."""
 

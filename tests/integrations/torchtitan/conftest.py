@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-collect_ignore = ["checks.py", "faults.py", "windows.py", "worker.py"]
+collect_ignore = ["checks.py", "checks_step.py", "faults.py", "windows.py", "worker.py"]
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[2] / "src"
@@ -230,3 +230,37 @@ def slow_quad(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("log_probabilities", "gives_log_probabilities", {"ep": 2}),
     ]
     return launch(checks, 4, tmp_path_factory.mktemp("slow_quad"), timeout=280)
+
+
+@pytest.fixture(scope="session")
+def step_pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Two ranks: what steps had to do."""
+    folder = tmp_path_factory.mktemp("step_pair")
+    checks = [
+        ("trains", "trains", {"ep": 2, "plans": "shuffled"}),
+        ("gathers once", "trains", {"ep": 2, "plans": "shuffled", "gather": "step"}),
+        ("observes", "observes", {"ep": 2, "folder": str(folder)}),
+        ("observes recomputing", "observes", {"ep": 2, "folder": str(folder), "activation_checkpoint": "full"}),
+        ("mini-batches", "trains_in_mini_batches", {"ep": 2}),
+        ("mini-batches, gathers once", "trains_in_mini_batches", {"ep": 2, "gather": "step"}),
+        ("remembers", "remembers", {"ep": 2}),
+        ("remembers, gathers once", "remembers", {"ep": 2, "gather": "step"}),
+        ("reference stays", "remembers", {"ep": 2, "fault": "reference stays"}),
+        ("log_probabilities", "gives_log_probabilities", {"ep": 2, "gather": "step"}),
+        ("sends", "sends_sequences", {"ep": 2}),
+    ]
+    return launch(checks, 2, folder)
+
+
+@pytest.fixture(scope="session")
+def step_quad(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Four ranks, two EP groups: what steps had to do."""
+    folder = tmp_path_factory.mktemp("step_quad")
+    checks = [
+        ("trains", "trains", {"ep": 2, "plans": "shuffled"}),
+        ("gathers once", "trains", {"ep": 2, "plans": "shuffled", "gather": "step"}),
+        ("observes", "observes", {"ep": 2, "folder": str(folder)}),
+        ("remembers", "remembers", {"ep": 2}),
+        ("sends", "sends_sequences", {"ep": 2}),
+    ]
+    return launch(checks, 4, folder)
