@@ -145,7 +145,9 @@ class RLRun:
         self.trainer.set_learning_rate(experiment.rl.rate_at(step))
         figures: dict[str, float] = {}
         for _ in range(experiment.rl.updates_per_window):
-            figures = self.trainer.update(trained, plan, experiment.loss, save=False)
+            parts = experiment.rl.minibatches_per_window
+            steps = self.trainer.update_minibatches(trained, plan, experiment.loss, num_minibatches=parts, save=False)
+            figures = steps[-1]
         clock.lap("update")
         figures |= window_figures(trained) | plan_metrics(plan) | timing | clock.figures(int(batch.num_tokens_S.sum()))
         if not experiment.rl.async_level:
