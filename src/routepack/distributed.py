@@ -149,6 +149,16 @@ def exchange(arriving: Tensor, leaving: Tensor, num_arriving: Sequence[int], num
             dist.all_to_all_single(arriving, leaving, list(num_arriving), list(num_leaving))
 
 
+def from_all(value: T, what: str) -> list[T]:
+    """Every rank's *value*, by rank, on every rank; *what* names them in an error."""
+    values: list[T] = [value]
+    if num_ranks() > 1:
+        values = values * num_ranks()
+        with together(f"{what} was gathered"):
+            dist.all_gather_object(values, value)
+    return values
+
+
 def sum_over_ranks(values: Tensor) -> Tensor:
     """The sum of *values* over all ranks, in place."""
     if num_ranks() > 1:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from routepack import distributed, materialize
 from routepack.arrays import checked_array, digest_of
@@ -48,12 +47,7 @@ def gathered_demand(held: HeldSequences, collector: RoutingDemandCollector) -> R
     Only counts travel. Every rank holds at least one sequence. Raises PlanError where numbers are missing or held twice.
     """
     own = collector.collect(held.batch)
-    parts = [(held.sequences_S, own)]
-    if distributed.num_ranks() > 1:
-        gathered: list[tuple[np.ndarray, RoutingDemand]] = [None] * distributed.num_ranks()  # pyrefly: ignore[bad-assignment]
-        with distributed.together("demand was gathered"):
-            dist.all_gather_object(gathered, parts[0])
-        parts = gathered
+    parts = distributed.from_all((held.sequences_S, own), "demand")
     numbers = np.concatenate([sequences for sequences, _ in parts])
     if not np.array_equal(np.sort(numbers), np.arange(len(numbers))):
         raise PlanError(f"the ranks' {len(numbers)} sequences must be numbered 0 .. {len(numbers) - 1}, each held by one rank.")

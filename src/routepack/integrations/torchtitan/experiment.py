@@ -237,8 +237,8 @@ def _check_fit(experiment: Experiment) -> None:
     parts, multiple = experiment.rl.minibatches_per_window, experiment.planner.packer.rules.microbatch_multiple
     if multiple % parts:
         raise ConfigError(
-            f"rl.minibatches_per_window={parts} does not divide packer.microbatch_multiple={multiple}: set that to {parts}, so that "
-            "every plan's microbatches can be dealt equally."
+            f"rl.minibatches_per_window={parts} does not divide packer.microbatch_multiple={multiple}: set that to {parts}, so "
+            "that every plan's microbatches can be dealt equally."
         )
     smallest = min(rollout.num_sequences, experiment.warmup.batch_size)
     if smallest < experiment.num_ranks:
