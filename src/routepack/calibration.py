@@ -15,7 +15,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import numpy as np
 
@@ -321,15 +321,14 @@ def _check_known(uncertainty: np.ndarray, terms: np.ndarray) -> None:
 
 def _held_out_errors(records: Sequence[StepRecord], sync: Sync, terms: np.ndarray) -> np.ndarray:
     """float64 [n]: each step's relative error, predicted by a fit to the folds without it."""
-    seconds_n = np.array([record.seconds for record in records])
+    loads, seconds_n = [record.loads for record in records], np.array([record.seconds for record in records])
     fold_n, errors_n = np.arange(len(records)) % FOLDS, np.zeros(len(records))
     for one in range(FOLDS):
         held = np.flatnonzero(fold_n == one)
         rest = np.flatnonzero(fold_n != one)
         if not len(held):
             continue
-        loads = StackedLoads.of([records[n].loads for n in rest])
-        theta, _ = _solve(loads, seconds_n[rest], sync, terms)
-        features = _features(StackedLoads.of([records[n].loads for n in held]), cast(Sync, sync), theta)
+        theta, _ = _solve(StackedLoads.of([loads[n] for n in rest.tolist()]), seconds_n[rest], sync, terms)
+        features = _features(StackedLoads.of([loads[n] for n in held.tolist()]), sync, theta)
         errors_n[held] = np.abs(features @ theta / seconds_n[held] - 1.0)
     return errors_n

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +53,7 @@ def gathered_demand(held: HeldSequences, collector: RoutingDemandCollector) -> R
     if not np.array_equal(np.sort(numbers), np.arange(len(numbers))):
         raise PlanError(f"the ranks' {len(numbers)} sequences must be numbered 0 .. {len(numbers) - 1}, each held by one rank.")
     order, demands = np.argsort(numbers), [demand for _, demand in parts]
-    optional = {
+    optional: dict[str, Any] = {
         name: None if getattr(own, name) is None else np.concatenate([getattr(demand, name) for demand in demands])[order]
         for name in (*BY_SEQUENCE, "estimated_S")
     }
@@ -199,13 +200,14 @@ def _unpacked(data: np.ndarray, like: RolloutBatch) -> Iterator[tuple[int, Seque
 def _joined(sequences: list[Sequence], like: RolloutBatch) -> RolloutBatch:
     """The sequences, end to end."""
     whole = {name: np.concatenate([sequence[name] for sequence in sequences]) for name, _ in _arrays(like)}
+    own: dict[str, Any] = {name: whole.get(f"sequence/{name}") for name in BY_SEQUENCE}
     return replace(
         like,
         routed_experts_TLK=whole["row/routed_experts"],
         cu_seqlens=np.concatenate([[0], np.cumsum([int(sequence["num_rows"]) for sequence in sequences])]),
         num_tokens_S=np.array([int(sequence["num_tokens"]) for sequence in sequences]),
         valid_T=whole.get("row/valid"),
-        **{name: whole.get(f"sequence/{name}") for name in BY_SEQUENCE},
+        **own,
         token_fields={name: whole[f"token/{name}"] for name in like.token_fields},
         sequence_fields={name: whole[f"sequence/{name}"] for name in like.sequence_fields},
     )

@@ -69,7 +69,7 @@ class StepObserver:
         rows, unmoved, tokens_LE = self._gathered(plan)
         seconds = _slowest(seconds)
         loads = StepLoads.of_rows(plan, rows, microbatches)
-        predicted = self.forecaster.predict(loads)
+        predicted = {str(sync): value for sync, value in self.forecaster.predict(loads).items()}
         record = StepRecord(loads=loads, seconds=seconds, step=step, predicted_seconds=predicted)
         self.forecaster.observe(record)
         if self.step_log is not None and distributed.this_rank() == 0:
@@ -94,7 +94,8 @@ class StepObserver:
             rows_MGRL = np.zeros((len(rows_MRL), groups, *rows_MRL.shape[1:]), dtype=np.int64)
             rows_MGRL[:, own] = rows_MRL
             parts.append(rows_MGRL)
-        return _summed([*parts, tokens_LE])
+        placed, unmoved, tokens_LE = _summed([*parts, tokens_LE])
+        return placed, unmoved, tokens_LE
 
 
 class TokenMeans:
@@ -124,12 +125,12 @@ def _counted(ids_nLK: Tensor, like_LE: Tensor) -> Tensor:
     return counts_LE.scatter_add_(1, ids_Ln, torch.ones_like(ids_Ln))
 
 
-def _summed(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+def _summed(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The arrays' sums over ranks, by one collective."""
     flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(distributed.backend_device())
     summed = distributed.sum_over_ranks(flat).cpu().numpy()
     cuts = np.cumsum([array.size for array in arrays])[:-1]
-    return tuple(part.reshape(array.shape) for part, array in zip(np.split(summed, cuts), arrays, strict=True))
+    return [part.reshape(array.shape) for part, array in zip(np.split(summed, cuts), arrays, strict=True)]
 
 
 def _slowest(seconds: float) -> float:
