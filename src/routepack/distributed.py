@@ -160,8 +160,10 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 def leave(status: int = 0) -> NoReturn:
     """End this rank's process, its work being done and saved: with the other ranks if *status* is 0, else alone.
 
-    Python's ordinary way out takes the interpreter down while gloo's threads still run, and one of them that asks for the
-    interpreter's lock at that moment aborts the whole process, after everything was complete. This way skips that.
+    Python's ordinary way out takes the interpreter down while other threads still run. One that then asks for the
+    interpreter's lock, as gloo's do to call back and to drop Python objects, is ended inside torch's C++ code, which aborts
+    the whole process ("terminate called without an active exception") after everything was complete. This way takes
+    nothing down.
     """
     if dist.is_initialized() and status == 0:
         dist.barrier()
