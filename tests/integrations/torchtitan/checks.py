@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import windows
 from torch.distributed.tensor import DTensor
-from torchtitan.components.checkpoint import CheckpointManager
 
 from routepack import distributed, materialize
 from routepack.components.packer import AttentionAwarePacker
@@ -424,6 +423,9 @@ def loads(ep: int, folder: str, stock: bool = False, **changes: Any) -> dict[str
 
 def with_checkpoints(ep: int, folder: str, *, stock: bool = False, **changes: Any) -> RoutePackTrainer:
     """A trainer that saves every other step, or one with TorchTitan's own checkpoints, which know no placement."""
+    # TorchTitan is imported after RoutePack has chosen its device.
+    from torchtitan.components.checkpoint import CheckpointManager
+
     with pytest.MonkeyPatch.context() as manager:
         if stock:
             manager.setattr(settings_module, "PlacedCheckpointManager", CheckpointManager)
