@@ -491,6 +491,7 @@ def refuses(ep: int) -> dict[str, str]:
         "other_plan": lambda: trainer.update(batch, windows.shuffled_plan(batch, topology, rank), CrossEntropyTokenLoss()),
         "broken_batch_on_rank_0": lambda: trainer.update(broken, same, CrossEntropyTokenLoss()),
         "other_placement": lambda: trainer.move_experts(windows.random_placement(rank)),
+        "no_memory_on_rank_1": lambda: move_without_memory(trainer),
         "other_topology": lambda: trainer.log_probabilities(
             batch, windows.shuffled_plan(batch, windows.topology(2 * topology.data_parallel_degree, ep), 0)
         ),
@@ -498,6 +499,14 @@ def refuses(ep: int) -> dict[str, str]:
     messages = {name: message_of(attempt) for name, attempt in attempts.items()}
     identity = trainer.placement.physical_to_logical_LP == np.arange(windows.NUM_EXPERTS)
     return {**messages, "moved_nothing": str(bool(identity.all()))}
+
+
+def move_without_memory(trainer: RoutePackTrainer) -> None:
+    original = moves._staging
+    with pytest.MonkeyPatch.context() as memory:
+        if dist.get_rank() == 1:
+            memory.setattr(moves, "_staging", lambda num_bytes, device: original(2**60, device))
+        trainer.move_experts(windows.random_placement(5))
 
 
 def message_of(attempt: Callable[[], Any]) -> str:
