@@ -149,6 +149,23 @@ def exchange(arriving: Tensor, leaving: Tensor, num_arriving: Sequence[int], num
             dist.all_to_all_single(arriving, leaving, list(num_arriving), list(num_leaving))
 
 
+Part = tuple[Tensor, int]
+"""A contiguous tensor, and the rank that it goes to or comes from."""
+
+
+def exchange_parts(leaving: Sequence[Part], arriving: Sequence[Part]) -> None:
+    """Send and receive tensors, all at once; what goes from one rank to another must be in the same order on both.
+
+    Raises RankLostError where another rank does not answer.
+    """
+    operations = [dist.P2POp(dist.irecv, tensor, rank) for tensor, rank in arriving]
+    operations += [dist.P2POp(dist.isend, tensor, rank) for tensor, rank in leaving]
+    if operations:
+        with together("rows were exchanged"):
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+
 def sum_over_ranks(values: Tensor) -> Tensor:
     """The sum of *values* over all ranks, in place."""
     if num_ranks() > 1:
