@@ -149,6 +149,23 @@ def exchange(arriving: Tensor, leaving: Tensor, num_arriving: Sequence[int], num
             dist.all_to_all_single(arriving, leaving, list(num_arriving), list(num_leaving))
 
 
+Part = tuple[Tensor, int]
+"""A contiguous tensor, and the rank that it goes to or comes from."""
+
+
+def exchange_parts(leaving: Sequence[Part], arriving: Sequence[Part]) -> None:
+    """Send and receive tensors, all at once; what goes from one rank to another must be in the same order on both.
+
+    Raises RankLostError where another rank does not answer.
+    """
+    operations = [dist.P2POp(dist.irecv, tensor, rank) for tensor, rank in arriving]
+    operations += [dist.P2POp(dist.isend, tensor, rank) for tensor, rank in leaving]
+    if operations:
+        with together("rows were exchanged"):
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+
 def from_all(value: T, what: str) -> list[T]:
     """Every rank's *value*, by rank, on every rank; *what* names them in an error."""
     values: list[T] = [value]
@@ -157,6 +174,15 @@ def from_all(value: T, what: str) -> list[T]:
         with together(f"{what} was gathered"):
             dist.all_gather_object(values, value)
     return values
+
+
+def all_to_all(arriving: Tensor, leaving: Tensor, num_arriving: Sequence[int], num_leaving: Sequence[int]) -> None:
+    """One ragged all-to-all of rows [rows, ...], sorted by the rank they come from and go to; *arriving* is filled.
+
+    Raises RankLostError where another rank does not answer.
+    """
+    with together("rows were exchanged"):
+        dist.all_to_all_single(arriving, leaving, list(num_arriving), list(num_leaving))
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -170,8 +196,10 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 def leave(status: int = 0) -> NoReturn:
     """End this rank's process, its work being done and saved: with the other ranks if *status* is 0, else alone.
 
-    Python's ordinary way out takes the interpreter down while gloo's threads still run, and one of them that asks for the
-    interpreter's lock at that moment aborts the whole process, after everything was complete. This way skips that.
+    Python's ordinary way out takes the interpreter down while other threads still run. One that then asks for the
+    interpreter's lock, as gloo's do to call back and to drop Python objects, is ended inside torch's C++ code, which aborts
+    the whole process ("terminate called without an active exception") after everything was complete. This way takes
+    nothing down.
     """
     if dist.is_initialized() and status == 0:
         dist.barrier()

@@ -1,8 +1,9 @@
 """Rows of sharded tensors change places among ranks: in place, bit for bit, through staging memory of a fixed size.
 
 A row is an expert's slot. What moves is cut across rows, not between them: in each round every moving row sends the same
-range of its bytes. All of a round's ranges are copied out before the first is overwritten, so any permutation may be
-carried out in place, and the width of the range sets the memory (docs/design/moves.md).
+range of its bytes, straight from where it lies. All of a round's ranges arrive beside the rows before the first is
+overwritten, so any permutation may be carried out in place, and the width of the range sets the memory
+(docs/design/moves.md).
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from routepack.errors import PlanError
 
 ALIGNMENT = 512
 """Bytes of a range are a multiple of this where the staging memory allows it."""
+
+
+Range = tuple[Tensor, int, int, int]
+"""A shard's rows as bytes, the first byte of a part of a row and the one after its last, and its place in a round."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,14 +58,8 @@ class RowMoves:
 
     @cached_property
     def most_staged_rows(self) -> int:
-        """The most rows that any rank stages: those it sends, those it receives, and once those that stay on it."""
-        sources, targets = self.rank_of_P[self.source_P[self.moved_P]], self.rank_of_P[self.moved_P]
-        inside = targets[sources == targets]
-        counted = np.concatenate([sources, targets]).astype(np.int64)
-        if not len(counted):
-            return 0
-        num_ranks = int(counted.max()) + 1
-        return int((np.bincount(counted, minlength=num_ranks) - np.bincount(inside, minlength=num_ranks)).max())
+        """The most rows that any rank stages: those that get another row, whether it comes from elsewhere or not."""
+        return int(np.bincount(self.rank_of_P[self.moved_P]).max(initial=0))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,31 +115,22 @@ class RowExchange:
         """
         rank, world_size = distributed.this_rank(), distributed.num_ranks()
         sent, received = self.moves.sent_rows(rank, world_size), self.moves.received_rows(rank, world_size)
-        kept_from, kept_to = sent[rank], received[rank]
-        sent[rank], received[rank] = kept_from[:0], kept_to[:0]
-        crossing = bool((self.moves.rank_of_P[self.moves.source_P] != self.moves.rank_of_P).any())
+        targets = np.concatenate(received)
         for start in range(0, self.row_bytes, self.width):
-            stop = min(start + self.width, self.row_bytes)
-            counts = [sum(map(len, sent)), sum(map(len, received)), len(kept_from)]
-            leaving, arriving, staying = _split(staging, counts, stop - start)
-            self._copy(np.concatenate(sent), leaving, start, out=True)
-            self._copy(kept_from, staying, start, out=True)
-            if crossing:
-                distributed.exchange(arriving, leaving, [len(rows) for rows in received], [len(rows) for rows in sent])
-            self._copy(np.concatenate(received), arriving, start, out=False)
-            self._copy(kept_to, staying, start, out=False)
-        return self.row_bytes * sum(map(len, sent))
+            width = min(self.width, self.row_bytes - start)
+            staged = staging[: len(targets) * width].view(len(targets), width).split([len(rows) for rows in received])
+            ranges = list(self._ranges(start, start + width))
+            # What leaves goes straight from its rows; they are overwritten once it is gone.
+            _copy(_of_rows(sent[rank], ranges), _of_staged(staged[rank], ranges))
+            distributed.exchange_parts(
+                [(part, other) for other in range(world_size) if other != rank for part in _of_rows(sent[other], ranges)],
+                [(part, other) for other in range(world_size) if other != rank for part in _of_staged(staged[other], ranges)],
+            )
+            _copy([part for own in staged for part in _of_staged(own, ranges)], _of_rows(targets, ranges))
+        return self.row_bytes * (sum(map(len, sent)) - len(sent[rank]))
 
-    def _copy(self, rows: np.ndarray, staged: Tensor, start: int, *, out: bool) -> None:
-        if not len(rows):
-            return
-        ranges = list(self._ranges(start, start + staged.shape[1]))
-        own = [shard[row, first:last] for row in rows for shard, first, last, _ in ranges]
-        copies = [line[to : to + last - first] for line in staged for _, first, last, to in ranges]
-        torch._foreach_copy_(*((copies, own) if out else (own, copies)))
-
-    def _ranges(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, int, int]]:
-        """The parts of bytes *start* to *stop* of a row: shard, first and last byte in it, and place in the round."""
+    def _ranges(self, start: int, stop: int) -> Iterator[Range]:
+        """The parts of bytes *start* to *stop* of a row."""
         begin = 0
         for shard in self.rows:
             first, last = max(start - begin, 0), min(stop - begin, shard.shape[1])
@@ -161,7 +151,14 @@ def _as_bytes(shard: Tensor) -> Tensor:
     return shard.detach().view(len(shard), -1).view(torch.uint8)
 
 
-def _split(staging: Tensor, counts: Sequence[int], width: int) -> list[Tensor]:
-    sizes = [count * width for count in counts]
-    parts = staging[: sum(sizes)].split(sizes)
-    return [part.view(count, width) for part, count in zip(parts, counts, strict=True)]
+def _of_rows(rows: np.ndarray, ranges: Sequence[Range]) -> list[Tensor]:
+    return [shard[row, first:last] for row in rows for shard, first, last, _ in ranges]
+
+
+def _of_staged(staged: Tensor, ranges: Sequence[Range]) -> list[Tensor]:
+    return [row[place : place + last - first] for row in staged for _, first, last, place in ranges]
+
+
+def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
+    if sources:
+        torch._foreach_copy_(targets, sources)

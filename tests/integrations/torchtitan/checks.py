@@ -25,6 +25,7 @@ from routepack import distributed, materialize
 from routepack.components.packer import AttentionAwarePacker
 from routepack.errors import PlanError, RoutePackError
 from routepack.integrations.torchtitan import initialization, model, moves, overrides
+from routepack.integrations.torchtitan import settings as settings_module
 from routepack.integrations.torchtitan.launch import build_experiment, load
 from routepack.integrations.torchtitan.losses import CrossEntropyTokenLoss, GRPOTokenLoss, TokenLoss
 from routepack.integrations.torchtitan.model import TinyQwen3MoE, build_local_model
@@ -269,8 +270,14 @@ def local_log_probabilities(trainer: RoutePackTrainer, batch: RolloutBatch) -> n
 
 
 @check
-def moves_every_step(ep: int, num_steps: int = 20, fault: str = "", **changes: Any) -> dict[str, Any]:
+def moves_every_step(
+    ep: int, num_steps: int = 20, fault: str = "", sums_in_rank_order: bool = False, **changes: Any
+) -> dict[str, Any]:
     """Twenty steps with all experts moved before each, and without any move, else the same: tensors that differ at the end."""
+    if sums_in_rank_order:
+        with pytest.MonkeyPatch.context() as ordered:
+            ordered.setattr(dist, "reduce_scatter_tensor", reduce_scatter_in_rank_order)
+            return moves_every_step(ep, num_steps, fault, **changes)
     tiny = {name: changes.pop(name) for name in ("num_experts", "top_k", "num_layers") if name in changes}
     changes = {"max_norm": 1e9, **changes}
     with pytest.MonkeyPatch.context() as broken:
@@ -293,6 +300,15 @@ def moves_every_step(ep: int, num_steps: int = 20, fault: str = "", **changes: A
         "num_tensors": len(moved["tensors"]),
         "placements": still["placements"],
     }
+
+
+def reduce_scatter_in_rank_order(
+    output: torch.Tensor, input: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> None:
+    """A sum that adds rank 0's first wherever an element lies; gloo's ring starts at a rank that depends on that."""
+    parts = [torch.empty_like(input) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, input.contiguous(), group=group)
+    output.copy_(torch.stack(parts).sum(0).chunk(len(parts))[dist.get_rank(group)].view_as(output))
 
 
 def trained(trainer: RoutePackTrainer, num_steps: int, tiny: dict[str, int], *, moving: bool) -> dict[str, Any]:
@@ -358,7 +374,7 @@ def stages_little(ep: int, staging_bytes: int) -> dict[str, Any]:
 def saves(ep: int, folder: str, fault: str = "", **changes: Any) -> dict[str, Any]:
     """Trains four steps with a move each and saves after the second; what the next two gave, and all logical tensors."""
     cls = SlotSavingTrainer if fault == "slots" else RoutePackTrainer
-    trainer = build_trainer(ep, cls=cls, checkpoint_interval=2, dump_folder=folder, **changes)
+    trainer = with_checkpoints(ep, folder, cls=cls, **changes)
     batch, topology = windows.window(0), topology_of(trainer)
     for step in range(2):
         trainer.update(batch, windows.shuffled_plan(batch, topology, step), CrossEntropyTokenLoss())
@@ -394,14 +410,36 @@ def draws_one_at_a_time(ep: int) -> int:
 
 
 @check
-def loads(ep: int, folder: str, **changes: Any) -> dict[str, Any]:
+def loads(ep: int, folder: str, stock: bool = False, **changes: Any) -> dict[str, Any]:
     """What another trainer, with other weights at other places, has after loading the last step; and its next two steps."""
-    trainer = build_trainer(ep, checkpoint_interval=2, dump_folder=folder, **{"seed": 8, **changes})
-    batch = windows.window(1)
-    trainer.update(batch, windows.shuffled_plan(batch, topology_of(trainer), 5), CrossEntropyTokenLoss())
+    trainer = with_checkpoints(ep, folder, stock=stock, **{"seed": 8, **changes})
+    if not stock:
+        batch = windows.window(1)
+        trainer.update(batch, windows.shuffled_plan(batch, topology_of(trainer), 5), CrossEntropyTokenLoss())
     step = trainer.resume()
     placement, loaded = trainer.placement.physical_to_logical_LP, everything(trainer)
     return {"step": step, "loaded": loaded, "placement": placement, "went_on": go_on(trainer)}
+
+
+def with_checkpoints(ep: int, folder: str, *, stock: bool = False, **changes: Any) -> RoutePackTrainer:
+    """A trainer that saves every other step, or one with TorchTitan's own checkpoints, which know no placement."""
+    # TorchTitan is imported after RoutePack has chosen its device.
+    from torchtitan.components.checkpoint import CheckpointManager
+
+    with pytest.MonkeyPatch.context() as manager:
+        if stock:
+            manager.setattr(settings_module, "PlacedCheckpointManager", CheckpointManager)
+        return build_trainer(ep, checkpoint_interval=2, dump_folder=folder, **changes)
+
+
+@check
+def saves_as_torchtitan(ep: int, folder: str) -> dict[str, Any]:
+    """Two steps, experts in the slots of their numbers, saved by TorchTitan's own manager."""
+    trainer = with_checkpoints(ep, folder, stock=True)
+    batch = windows.window(0)
+    for _ in range(2):
+        trainer.update(batch, windows.first_fit_plan(batch, topology_of(trainer)), CrossEntropyTokenLoss())
+    return {"saved": everything(trainer)}
 
 
 def go_on(trainer: RoutePackTrainer) -> dict[str, Any]:
@@ -453,6 +491,7 @@ def refuses(ep: int) -> dict[str, str]:
         "other_plan": lambda: trainer.update(batch, windows.shuffled_plan(batch, topology, rank), CrossEntropyTokenLoss()),
         "broken_batch_on_rank_0": lambda: trainer.update(broken, same, CrossEntropyTokenLoss()),
         "other_placement": lambda: trainer.move_experts(windows.random_placement(rank)),
+        "no_memory_on_rank_1": lambda: move_without_memory(trainer),
         "other_topology": lambda: trainer.log_probabilities(
             batch, windows.shuffled_plan(batch, windows.topology(2 * topology.data_parallel_degree, ep), 0)
         ),
@@ -460,6 +499,14 @@ def refuses(ep: int) -> dict[str, str]:
     messages = {name: message_of(attempt) for name, attempt in attempts.items()}
     identity = trainer.placement.physical_to_logical_LP == np.arange(windows.NUM_EXPERTS)
     return {**messages, "moved_nothing": str(bool(identity.all()))}
+
+
+def move_without_memory(trainer: RoutePackTrainer) -> None:
+    original = moves._staging
+    with pytest.MonkeyPatch.context() as memory:
+        if dist.get_rank() == 1:
+            memory.setattr(moves, "_staging", lambda num_bytes, device: original(2**60, device))
+        trainer.move_experts(windows.random_placement(5))
 
 
 def message_of(attempt: Callable[[], Any]) -> str:

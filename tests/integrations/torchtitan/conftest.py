@@ -169,7 +169,11 @@ def slow_pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("moments left behind", "moves_every_step", {"ep": 2, "num_steps": 6, "fault": "moments left behind"}),
         ("mapping not applied", "moves_every_step", {"ep": 2, "num_steps": 6, "fault": "mapping not applied"}),
         ("four experts a token", "moves_every_step", {"ep": 2, "top_k": 4}),
-        *saved_and_loaded(folder / "asynchronous", asynchronous, again=asynchronous),
+        ("saves asynchronously", "saves", {"folder": str(folder / "asynchronous"), **asynchronous}),
+        ("loads asynchronously", "loads", {"folder": str(folder / "asynchronous"), **asynchronous}),
+        *saved_and_loaded(folder / "ours", {"ep": 2}, torchtitan={"ep": 2, "stock": True}),
+        ("saves as torchtitan", "saves_as_torchtitan", {"ep": 2, "folder": str(folder / "stock")}),
+        ("loads theirs", "loads", {"ep": 2, "folder": str(folder / "stock")}),
         ("starts recomputing", "starts_from", {"ep": 2, "stock": False, "activation_checkpoint": "full"}),
     ]
     return launch(checks, 2, folder)
@@ -186,7 +190,8 @@ def slow_pair_faulty(tmp_path_factory: pytest.TempPathFactory) -> Results:
 def slow_quad_moving(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Four ranks, a move at every step, in every layout."""
     layouts = {
-        "ep=1": {"ep": 1},
+        "ep=1": {"ep": 1, "sums_in_rank_order": True},
+        "ep=1, sums by gloo": {"ep": 1},
         "ep=2": {"ep": 2},
         "ep=4": {"ep": 4},
         "replicated": {"ep": 2, "data_parallel_replicate_degree": 2},

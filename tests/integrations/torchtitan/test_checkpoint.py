@@ -21,13 +21,16 @@ def largest(one, other):
     return max(float(np.abs(value - other[name]).max()) for name, value in one.items())
 
 
-SAME = [("pair", "again"), *(pytest.param(ranks, "again", marks=pytest.mark.slow) for ranks in ("slow_pair",))]
+SAME = [
+    ("pair", "saves", "loads again"),
+    pytest.param("slow_pair", "saves asynchronously", "loads asynchronously", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize(("ranks", "key"), SAME)
-def test_a_load_into_the_same_layout_goes_on_bit_for_bit(request, ranks, key):
+@pytest.mark.parametrize(("ranks", "save", "load"), SAME)
+def test_a_load_into_the_same_layout_goes_on_bit_for_bit(request, ranks, save, load):
     for result in request.getfixturevalue(ranks):
-        saved, loaded = result["saves"], result[f"loads {key}"]
+        saved, loaded = result[save], result[load]
         assert loaded["step"] == 2
         assert np.array_equal(loaded["placement"], saved["placement"])
         assert differing(saved["saved"], loaded["loaded"]) == []
@@ -50,6 +53,13 @@ def test_what_four_ranks_saved_is_loaded_anywhere(layouts, key):
     assert largest(saved["went_on"]["tensors"], loaded["went_on"]["tensors"]) < (1e-6 if key != "quad" else 1e-30)
     restored = np.array_equal(loaded["placement"], saved["placement"])
     assert restored == (key in ("quad", "quad_replicated", "pair"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("save", "load"), [("saves", "loads torchtitan"), ("saves as torchtitan", "loads theirs")])
+def test_checkpoints_are_exchanged_with_torchtitans_own(slow_pair, save, load):
+    assert slow_pair[0][load]["step"] == 2
+    assert differing(slow_pair[0][save]["saved"], slow_pair[0][load]["loaded"]) == []
 
 
 @pytest.mark.slow

@@ -72,10 +72,12 @@ def uninterrupted(tmp_path_factory):
     return figures(out)
 
 
+IN_BACKGROUND = "trainer.async_checkpoints=true"
 FAULTS = {
     "a move": ("move:1:2:SIGKILL", "while the experts of MoE layer", "Their weights are torn"),
     "planning": ("plan:0:2:SIGKILL", "while rank 0 made the plan", ""),
     "a save": ("save:1:530:SIGKILL", "was saved", ""),
+    "a save in the background": ("save:1:530:SIGKILL", "", ""),
     "the end of a save": ("rename:0:2:SIGKILL", "rank 0 made the checkpoint's name", ""),
 }
 
@@ -85,14 +87,15 @@ FAULTS = {
 def test_a_rank_killed_in_the_middle_is_told_and_the_run_goes_on_from_its_last_checkpoint(uninterrupted, tmp_path, moment):
     fault, *said = FAULTS[moment]
     rank, out = fault.split(":")[1], tmp_path / "results"
-    done, _ = train(out, fault=fault)
+    options = [IN_BACKGROUND] if "background" in moment else []
+    done, _ = train(out, *options, fault=fault)
     assert done.returncode == 128 + signal.SIGKILL, done.stderr
     assert f"rank {rank} was ended by SIGKILL" in done.stderr
     assert "lost another rank while" in done.stderr
     assert all(words in done.stderr for words in said), done.stderr
     kept = checkpoints(out)[-1]
     assert kept == (12 if "save" in moment else 24)
-    done, _ = train(out)
+    done, _ = train(out, *options)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"Resumed from a checkpoint: {kept} of 24 + 4 steps are done." in done.stdout
     assert figures(out) == uninterrupted

@@ -42,6 +42,11 @@ def test_an_error_on_one_rank_reaches_all(pair):
     assert "PlanError: another rank could not use its plan" in pair[1]["refuses"]["broken_batch_on_rank_0"]
 
 
+def test_a_rank_without_memory_for_a_move_keeps_all_from_moving(pair):
+    assert "bytes of staging memory cannot be had: lower trainer.staging_bytes" in pair[1]["refuses"]["no_memory_on_rank_1"]
+    assert "PlanError: another rank could not use its placement" in pair[0]["refuses"]["no_memory_on_rank_1"]
+
+
 def test_a_plan_for_other_ranks_is_refused(pair):
     assert "the plan is for (4, 2)" in pair[0]["refuses"]["other_topology"]
 

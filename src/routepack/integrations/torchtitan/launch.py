@@ -142,7 +142,8 @@ def report_failure(codes: Sequence[int | None], logs: Sequence[Path]) -> int:
     messages = {rank: [line for line in text.splitlines() if line.startswith("routepack: ")] for rank, text in said.items()}
     told = [rank for rank in failed if messages[rank]]
     heard = [rank for rank in told if "another rank" in messages[rank][-1]]
-    killed = [rank for rank in failed if (codes[rank] or 0) < 0]
+    # NCCL aborts a rank that lost its peer: one that was killed otherwise comes first.
+    killed = sorted((rank for rank in failed if (codes[rank] or 0) < 0), key=lambda rank: codes[rank] == -signal.SIGABRT)
     if told and (len(heard) < len(told) or not killed):
         rank = next((rank for rank in told if rank not in heard), told[0])
         sys.stderr.write(messages[rank][-1] + "\n")

@@ -162,6 +162,9 @@ def move_experts(
     sent = 0
     for layer, exchange in exchanges:
         sent += _moved(layer, len(layers), exchange, staging)
+    if staging.device.type != "cpu":
+        # The last row has arrived, or the error is here, before anybody relies on the new placement.
+        torch.accelerator.synchronize()
     return MoveFigures(
         num_experts=num_experts_moved(old, new, num_ranks),
         bytes_sent=sent,

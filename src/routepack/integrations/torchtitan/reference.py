@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -39,7 +41,7 @@ class ReferencePolicy:
                 self.placement,
                 plan.placement,
                 num_ranks=trainer.expert_parallel_degree,
-                staging_bytes=trainer.config.staging_bytes,
+                staging_bytes=cast(RoutePackTrainer.Config, trainer.config).staging_bytes,
             )
             self.placement = plan.placement
             return trainer.log_probabilities(batch, plan)

@@ -234,7 +234,7 @@ class RoutePackTrainer(Trainer):
                 self.placement,
                 placement,
                 num_ranks=self.parallel_dims.ep,
-                staging_bytes=self.config.staging_bytes,
+                staging_bytes=cast(RoutePackTrainer.Config, self.config).staging_bytes,
                 error=self._placement_error(placement),
             )
         except RankLostError as error:
