@@ -304,3 +304,64 @@ def test_calibrate_refuses_an_unknown_sync(routepack, tmp_path):
     code, _, err = routepack("calibrate", step_log(tmp_path / "steps.jsonl"), "--sync", "epoch")
     assert code == 1
     assert "choose step, microbatch, layer" in err
+
+
+def test_inspect_shows_routing_and_gains_and_writes_all_figures(routepack, trace, tmp_path):
+    out = tmp_path / "figures.json"
+    code, stdout, _ = routepack(
+        "inspect", trace, "--ep", "2,3", "--dp", "2", "--max-tokens", 128, "--proposals", 500, "--json", out
+    )
+    assert code == 0
+    figures = json.loads(out.read_text())
+    hottest = figures["routing"]["layers"]["hottest_over_mean_L"]
+    assert f"{max(hottest):.2f}" in stdout
+    assert "does not divide" in stdout
+    assert [gain["gain"] is None for gain in figures["gains"]] == [False, True]
+
+
+def test_inspect_reads_a_demand_and_can_leave_planning_out(routepack, trace, tmp_path):
+    from routepack.components.collector import RoutingDemandCollector
+
+    save_demand(RoutingDemandCollector().collect(load_window(trace)), tmp_path / "demand.safetensors")
+    code, stdout, _ = routepack("inspect", tmp_path / "demand.safetensors", "--dp", "")
+    assert (code, "Hottest" in stdout, "planning" in stdout) == (0, True, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ep", "two"], "--ep='two'"),
+        (["--sync", "never"], "--sync='never'"),
+        (["--model", "gpt-9"], "model 'gpt-9' is not known"),
+        (["--by", "taste"], "by='taste'"),
+    ],
+)
+def test_inspect_names_the_option_that_is_wrong(routepack, trace, options, message):
+    code, _, err = routepack("inspect", trace, *options)
+    assert (code, message in err) == (1, True)
+
+
+def test_a_trace_s_own_words_do_not_style_the_terminal(routepack, trace, tmp_path):
+    from dataclasses import replace
+
+    save_trace(replace(load_window(trace), source="[red]x[/red]\x1b[31m\nno"), tmp_path / "hostile.safetensors")
+    code, stdout, _ = routepack("inspect", tmp_path / "hostile.safetensors", "--dp", "")
+    assert (code, "[red]x[/red]" in stdout, "\x1b" in stdout) == (0, True, False)
+
+
+def test_report_writes_one_page_with_or_without_the_trace(routepack, trace, tmp_path):
+    out, _ = planned(routepack, trace)
+    for given in ([trace], []):
+        page = tmp_path / "page.html"
+        code, stdout, _ = routepack("report", out, *given, "--out", page)
+        assert (code, "open it in a browser" in stdout) == (0, True)
+        text = page.read_text()
+        assert f"{load_plan(out).value:.3f}" in text
+        assert ("No trace was given" in text) == (not given)
+
+
+def test_report_refuses_another_trace(routepack, trace, tmp_path):
+    out, _ = planned(routepack, trace)
+    other = write_trace(tmp_path / "other.safetensors", lengths=np.arange(5, 29))
+    code, _, err = routepack("report", out, other, "--out", tmp_path / "page.html")
+    assert (code, "another window" in err, (tmp_path / "page.html").exists()) == (1, True, False)

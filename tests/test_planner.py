@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -136,6 +138,46 @@ def test_a_time_limit_is_kept_and_named():
     assert plan.budget == {"time_limit_seconds": 0.5}
     # It spends its time, more than the default search would need; compiling or a busy machine may add seconds.
     assert 0.3 < plan.plan_seconds < 60.0
+
+
+FIRST_PLAN = """
+import time
+from routepack.components.packer import AttentionAwarePacker
+from routepack.planner import Planner
+from routepack.testing import synthetic_demand
+from routepack.types import Topology
+
+topology = Topology(data_parallel_degree=4, expert_parallel_degree=2)
+planner = Planner(topology=topology, packer=AttentionAwarePacker(max_tokens=512), time_limit_seconds={limit})
+demand = synthetic_demand(num_sequences=600, max_length=256)
+for _ in range(2):
+    plan = planner.plan(demand)
+    print(plan.value / plan.bound, plan.plan_seconds, plan.kernel_seconds)
+"""
+
+
+def test_the_first_plan_of_a_process_is_searched_as_long_as_the_next():
+    script = FIRST_PLAN.format(limit=0.3)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    (first, seconds, kernels), (second, _, none) = [
+        [float(figure) for figure in line.split()] for line in run.stdout.splitlines()
+    ]
+    # Loading takes about as long as this limit, compiling a hundred times as long.
+    assert kernels > 0.05
+    assert none == 0.0
+    assert seconds - kernels < 10.0
+    assert first == pytest.approx(second, rel=0.01)
+
+
+def test_kernels_are_readied_under_every_rule_of_a_packer():
+    rules = {"min_microbatches": 2, "microbatch_multiple": 3, "equal_sequences": True}
+    plan = planner(time_limit_seconds=0.2, packer=AttentionAwarePacker(max_tokens=512, **rules)).plan(DEMAND)
+    assert verify(plan, DEMAND) == []
+
+
+def test_a_window_that_cannot_be_planned_is_told_so_under_a_time_limit():
+    with pytest.raises(InfeasibleError, match=r"max_tokens=8 is shorter than sequence"):
+        planner(time_limit_seconds=0.2, packer=AttentionAwarePacker(max_tokens=8)).plan(DEMAND)
 
 
 def test_a_fixed_number_of_proposals_is_named():

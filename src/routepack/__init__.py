@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from routepack.cost import CostModel, CostRates, WindowNormalizedCost
     from routepack.errors import ConfigError, InfeasibleError, PlanError, RoutePackError, TraceError
     from routepack.flops import FlopsCost
+    from routepack.inspection import inspect_routing
     from routepack.metrics import plan_metrics
+    from routepack.outlook import Outlook
     from routepack.planner import Planner
+    from routepack.report import write_report
     from routepack.trace import load_demand, load_plan, load_trace, load_window, save_demand, save_plan, save_trace
     from routepack.types import Certificate, ExpertPlacement, Packing, PackingRules, Plan, RolloutBatch, RoutingDemand, Topology
     from routepack.verification import verify
@@ -58,8 +61,11 @@ _NAMES = {
     "cost": ("CostModel", "CostRates", "WindowNormalizedCost"),
     "errors": ("ConfigError", "InfeasibleError", "PlanError", "RoutePackError", "TraceError"),
     "flops": ("FlopsCost",),
+    "inspection": ("inspect_routing",),
     "metrics": ("plan_metrics",),
+    "outlook": ("Outlook",),
     "planner": ("Planner",),
+    "report": ("write_report",),
     "trace": ("load_demand", "load_plan", "load_trace", "load_window", "save_demand", "save_plan", "save_trace"),
     "types": ("Certificate", "ExpertPlacement", "Packing", "PackingRules", "Plan", "RolloutBatch", "RoutingDemand", "Topology"),
     "verification": ("verify",),
@@ -92,6 +98,7 @@ __all__ = [
     "ModifiedFirstFitPacker",
     "MoveIfItPays",
     "MovePolicy",
+    "Outlook",
     "Packer",
     "Packing",
     "PackingProblem",
@@ -113,6 +120,7 @@ __all__ = [
     "WindowNormalizedCost",
     "WindowNormalizedLinks",
     "copies_across",
+    "inspect_routing",
     "load_demand",
     "load_plan",
     "load_trace",
@@ -124,6 +132,7 @@ __all__ = [
     "solvers",
     "testing",
     "verify",
+    "write_report",
 ]
 
 

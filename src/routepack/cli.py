@@ -1,4 +1,4 @@
-"""``routepack train | plan | verify | calibrate | check``. Exit codes: 0 done, 1 wrong input, 2 wrong usage."""
+"""``routepack train | plan | verify | inspect | report | calibrate | check``. Exit codes: 0 done, 1 wrong input, 2 wrong usage."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.table import Table
 
 from routepack.config import check_keys, load
 from routepack.errors import ConfigError, PlanError, RoutePackError
+from routepack.files import atomic_path
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -111,6 +112,56 @@ def verify(
     )
 
 
+@app.command("inspect")
+def inspect_trace(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE")],
+    ep: Annotated[str, typer.Option(metavar="N,N,...", help="Expert-parallel degrees to look at.")] = "4,8,16",
+    dp: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Data-parallel degrees to look at; empty: no table of gains.")
+    ] = "8,16,32",
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a microbatch on one rank. Default: the longest sequence, rounded up.")
+    ] = None,
+    sync: Annotated[str, typer.Option(help="What joins the ranks: step, microbatch or layer.")] = "step",
+    model: Annotated[str | None, typer.Option(help="Price in seconds of this model, such as qwen3_30b_a3b.")] = None,
+    device: Annotated[str, typer.Option(help="The device that goes with --model.")] = "h200",
+    proposals: Annotated[int | None, typer.Option(min=1, help="How far to search on each topology.")] = None,
+    by: Annotated[str, typer.Option(help="What groups sequences: group, or a per-sequence field of the trace.")] = "group",
+    prompt_share: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Cut sequences here, whatever the trace says of prompts.")
+    ] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every figure to this file.")] = None,
+) -> None:
+    """Look at recorded routing: hot experts, groups, prompts, coverage; and what planning would gain."""
+    from routepack.inspect_command import inspect_command
+
+    figures = inspect_command(
+        trace, console=Console(), ep=ep, dp=dp, max_tokens=max_tokens, sync=sync, model=model, device=device,
+        num_proposals=proposals, by=by, prompt_share=prompt_share,
+    )  # fmt: skip
+    if as_json is not None:
+        with atomic_path(as_json) as temporary:
+            temporary.write_text(json.dumps(figures, indent=1))
+        typer.echo(f"\nAll figures: {as_json}")
+
+
+@app.command()
+def report(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN")],
+    trace: Annotated[
+        Path | None, typer.Argument(metavar="TRACE", help="What it was planned for; shows what experts do.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Show a plan as one HTML page that needs nothing else: for a browser, a mail or paper."""
+    from routepack.report import write_report
+    from routepack.trace import load_plan, load_window
+
+    window = None if trace is None else load_window(trace)
+    write_report(load_plan(plan), out, window, plan_name=plan.name, trace_name="" if trace is None else trace.name)
+    typer.echo(f"{out}: {out.stat().st_size / 1e3:.0f} KB, open it in a browser.")
+
+
 @app.command()
 def calibrate(
     logs: Annotated[list[Path], typer.Argument(metavar="STEPS...", help="What trainer.step_log wrote: routepack.steps/1.")],
@@ -125,7 +176,6 @@ def calibrate(
 
     from routepack.calibration import best_sync
     from routepack.calibration import calibrate as fits_of
-    from routepack.files import atomic_path
     from routepack.steps import load_steps
     from routepack.types import SYNCS
 

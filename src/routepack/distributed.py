@@ -176,15 +176,6 @@ def from_all(value: T, what: str) -> list[T]:
     return values
 
 
-def all_to_all(arriving: Tensor, leaving: Tensor, num_arriving: Sequence[int], num_leaving: Sequence[int]) -> None:
-    """One ragged all-to-all of rows [rows, ...], sorted by the rank they come from and go to; *arriving* is filled.
-
-    Raises RankLostError where another rank does not answer.
-    """
-    with together("rows were exchanged"):
-        dist.all_to_all_single(arriving, leaving, list(num_arriving), list(num_leaving))
-
-
 def sum_over_ranks(values: Tensor) -> Tensor:
     """The sum of *values* over all ranks, in place."""
     if num_ranks() > 1:

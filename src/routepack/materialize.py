@@ -74,7 +74,7 @@ def of_cells(
     plan: Plan, batch: RolloutBatch, cells: Sequence[np.ndarray], rank: int, *, pad_to_multiple_of: int = 1
 ) -> list[Microbatch]:
     """The microbatches of these sequences of *batch*, int64 [S of the cell] each; padded as on *rank* under *plan*."""
-    return [_padded(_microbatch(batch, sequences), plan, rank, pad_to_multiple_of) for sequences in cells]
+    return [_padded(microbatch_of(batch, sequences), plan, rank, pad_to_multiple_of) for sequences in cells]
 
 
 def scatter_back(microbatches: Sequence[Microbatch], results: Sequence[np.ndarray], num_tokens: int) -> np.ndarray:
@@ -120,7 +120,8 @@ def _check_modalities(plan: Plan, modality_S: np.ndarray) -> None:
         )
 
 
-def _microbatch(batch: RolloutBatch, sequences: np.ndarray) -> Microbatch:
+def microbatch_of(batch: RolloutBatch, sequences: np.ndarray) -> Microbatch:
+    """These sequences of the batch, end to end, without padding; what :func:`microbatches` does for every cell."""
     tokens_S = batch.num_tokens_S[sequences]
     fed_S = np.maximum(tokens_S - 1, 1)
     cu_seqlens = np.concatenate([[0], np.cumsum(fed_S)])

@@ -305,6 +305,8 @@ class Plan:
     budget: Mapping[str, Any] = field(default_factory=dict)
     """How long the search ran: ``num_proposals`` (deterministic) or ``time_limit_seconds`` (not)."""
     plan_seconds: float = 0.0
+    kernel_seconds: float = 0.0
+    """Of these, what compiling or loading kernels took before the clock of a time limit started; 0 without one."""
     demand_digest: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
@@ -323,7 +325,7 @@ class Plan:
     def _check_figures(self) -> None:
         for name, least in (("max_tokens", 1), ("baseline_microbatches", 0), ("seed", 0)):
             object.__setattr__(self, name, whole(f"plan.{name}", getattr(self, name), least=least, error=PlanError))
-        for name in ("value", "bound", "baseline_value", "plan_seconds"):
+        for name in ("value", "bound", "baseline_value", "plan_seconds", "kernel_seconds"):
             object.__setattr__(self, name, real(f"plan.{name}", getattr(self, name), error=PlanError))
         for name in ("unit", "demand_digest", "digest"):
             instance(f"plan.{name}", getattr(self, name), str, error=PlanError)
@@ -357,7 +359,7 @@ class Plan:
 
     def content_digest(self) -> str:
         """The digest of the plan as it is now. The time that planning took is left out: it differs between ranks."""
-        header = {name: value for name, value in self.header().items() if name not in ("digest", "plan_seconds")}
+        header = {name: value for name, value in self.header().items() if name not in _TIMES_AND_DIGEST}
         text = json.dumps(header, sort_keys=True).encode()
         arrays = (self.placement.physical_to_logical_LP, self.packing.cell_of_S, self.packing.order_S, self.length_S)
         return digest_of(*arrays, np.frombuffer(text, dtype=np.uint8))
@@ -365,5 +367,6 @@ class Plan:
 
 _FIGURES = (
     "max_tokens", "sync", "value", "bound", "baseline_value", "baseline_microbatches", "unit", "cost", "parts", "seed",
-    "budget", "plan_seconds", "demand_digest", "versions", "digest",
+    "budget", "plan_seconds", "kernel_seconds", "demand_digest", "versions", "digest",
 )  # fmt: skip
+_TIMES_AND_DIGEST = ("digest", "plan_seconds", "kernel_seconds")

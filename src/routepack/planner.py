@@ -22,6 +22,7 @@ from routepack.errors import ConfigError
 from routepack.locality import brought_near
 from routepack.transition import moved_on
 from routepack.types import SYNCS, Certificate, ExpertPlacement, Packing, Plan, RolloutBatch, RoutingDemand, Sync, Topology
+from routepack.warm_up import ready_kernels
 
 FEWEST_PROPOSALS = 500
 """Per sequence, by default, in however large a window."""
@@ -60,7 +61,8 @@ class Planner:
     """What joins the ranks: ``step``, ``microbatch`` or ``layer``."""
     seed: int = 0
     time_limit_seconds: float | None = None
-    """Plan for about so long instead of a fixed number of proposals."""
+    """Plan for about so long instead of a fixed number of proposals. Kernels that are not compiled or loaded yet are first, and
+    their time does not count: the plan's ``kernel_seconds``."""
     num_proposals: int | None = None
     """Moves and swaps to try. None: :func:`default_proposals` of the window."""
 
@@ -98,7 +100,8 @@ class Planner:
         instance("window", window, (RolloutBatch, RoutingDemand))
         demand = self.collector.collect(window) if isinstance(window, RolloutBatch) else window
         self.topology.slots_per_rank(demand.num_experts)
-        search = Search(planner=self, demand=demand, started=started)
+        compiled = 0.0 if self.time_limit_seconds is None else ready_kernels(self, demand)
+        search = Search(planner=self, demand=demand, started=started, kernel_seconds=compiled)
         baseline = search.baseline()
         search.keep_time()
         found = [candidate for candidate in alternation.candidates(search) if search.allowed(candidate)]
@@ -151,6 +154,8 @@ class Search:
     planner: Planner
     demand: RoutingDemand
     started: float
+    kernel_seconds: float = 0.0
+    """How long that waited for kernels, on no clock of the search."""
 
     def __post_init__(self) -> None:
         planner, demand = self.planner, self.demand
@@ -164,13 +169,18 @@ class Search:
         )
         self.num_proposals = planner.num_proposals or default_proposals(demand, self.topology, planner.sync)
         limit = planner.time_limit_seconds
-        self.deadline = None if limit is None else self.started + limit * (1 - REFINE_SHARE)
+        self.deadline = None if limit is None else self.clock_started + limit * (1 - REFINE_SHARE)
+
+    @property
+    def clock_started(self) -> float:
+        """``time.monotonic()`` from which a time limit counts."""
+        return self.started + self.kernel_seconds
 
     def keep_time(self) -> None:
         """Leave as much time for the end as the beginning took, up to a third: the same is priced, and more."""
         limit = self.planner.time_limit_seconds
         if self.deadline is not None and limit is not None:
-            self.deadline -= min(limit / 3, max(0.0, time.monotonic() - self.started - limit * REFINE_SHARE))
+            self.deadline -= min(limit / 3, max(0.0, time.monotonic() - self.clock_started - limit * REFINE_SHARE))
 
     def baseline(self) -> Candidate:
         """Identity placement and first-fit packing."""
@@ -283,6 +293,7 @@ class Search:
             seed=planner.seed,
             budget=self.budget(),
             plan_seconds=time.monotonic() - self.started,
+            kernel_seconds=self.kernel_seconds,
             demand_digest=self.demand.digest,
             versions=versions(),
         )

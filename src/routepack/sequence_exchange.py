@@ -167,10 +167,10 @@ def _exchanged(leaving: list[np.ndarray]) -> np.ndarray:
     device = distributed.backend_device()
     sizes = torch.tensor([len(part) for part in leaving], dtype=torch.int64, device=device)
     arriving_sizes = torch.empty_like(sizes)
-    distributed.all_to_all(arriving_sizes, sizes, [1] * len(leaving), [1] * len(leaving))
+    distributed.exchange(arriving_sizes, sizes, [1] * len(leaving), [1] * len(leaving))
     arriving = torch.empty(int(arriving_sizes.sum()), dtype=torch.uint8, device=device)
     payload = torch.from_numpy(np.concatenate(leaving)).to(device)
-    distributed.all_to_all(arriving, payload, arriving_sizes.tolist(), sizes.tolist())
+    distributed.exchange(arriving, payload, arriving_sizes.tolist(), sizes.tolist())
     return arriving.cpu().numpy()
 
 

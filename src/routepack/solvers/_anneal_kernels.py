@@ -5,98 +5,55 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-
-@njit(nogil=True, cache=True, inline="always")
-def _next(state):
-    """xorshift64*: 32 random bits as a whole number."""
-    x = state[0]
-    x ^= x >> np.uint64(12)
-    x ^= x << np.uint64(25)
-    x ^= x >> np.uint64(27)
-    state[0] = x
-    return np.int64((x * np.uint64(2685821657736338717)) >> np.uint64(32))
-
-
-@njit(nogil=True, cache=True, inline="always")
-def _below(state, bound):
-    """A whole number in 0 .. bound - 1."""
-    return (_next(state) * bound) >> 32
+from routepack.solvers._proposal_kernels import (
+    SAMPLE,
+    SELDOM,
+    _apply,
+    _attention_after,
+    _attention_within,
+    _below,
+    _costliest_other,
+    _exchange,
+    _find_rest,
+    _most_accepted,
+    _peaks_after,
+    _propose,
+    _rank_again,
+    _ranked,
+    _rest_of_units,
+)  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
-def _peak_sums(load_a, load_b, added, removed, peak_L, other_L):
+def _peak_sums(load_URL, load_SRL, ua, ub, s, t, peak_L, other_L):
     """What ``_peaks_after`` returns. Eight ranks, the usual number, go through the registers in one pass."""
-    if load_a.shape[0] != 8:
-        return _peaks_after(load_a, load_b, added, removed, peak_L, other_L)
-    a, b, x, y = load_a, load_b, added, removed
+    if load_URL.shape[1] != 8:
+        return _peaks_after(load_URL, load_SRL, ua, ub, s, t, peak_L, other_L)
+    x, w = load_SRL, load_URL
     peak, other = np.int64(0), np.int64(0)
     for i in range(peak_L.size):
-        g0, g1, g2, g3 = x[0, i] - y[0, i], x[1, i] - y[1, i], x[2, i] - y[2, i], x[3, i] - y[3, i]
-        g4, g5, g6, g7 = x[4, i] - y[4, i], x[5, i] - y[5, i], x[6, i] - y[6, i], x[7, i] - y[7, i]
-        low = max(max(a[0, i] + g0, a[1, i] + g1), max(a[2, i] + g2, a[3, i] + g3))
-        peak += max(low, max(max(a[4, i] + g4, a[5, i] + g5), max(a[6, i] + g6, a[7, i] + g7)))
-        low = max(max(b[0, i] - g0, b[1, i] - g1), max(b[2, i] - g2, b[3, i] - g3))
-        other += max(low, max(max(b[4, i] - g4, b[5, i] - g5), max(b[6, i] - g6, b[7, i] - g7)))
+        g0, g1 = np.int32(x[t, 0, i] - x[s, 0, i]), np.int32(x[t, 1, i] - x[s, 1, i])
+        g2, g3 = np.int32(x[t, 2, i] - x[s, 2, i]), np.int32(x[t, 3, i] - x[s, 3, i])
+        g4, g5 = np.int32(x[t, 4, i] - x[s, 4, i]), np.int32(x[t, 5, i] - x[s, 5, i])
+        g6, g7 = np.int32(x[t, 6, i] - x[s, 6, i]), np.int32(x[t, 7, i] - x[s, 7, i])
+        low = max(np.int32(w[ua, 0, i] + g0), np.int32(w[ua, 1, i] + g1))
+        low = max(low, max(np.int32(w[ua, 2, i] + g2), np.int32(w[ua, 3, i] + g3)))
+        high = max(np.int32(w[ua, 4, i] + g4), np.int32(w[ua, 5, i] + g5))
+        high = max(high, max(np.int32(w[ua, 6, i] + g6), np.int32(w[ua, 7, i] + g7)))
+        peak += max(low, high)
+        low = max(np.int32(w[ub, 0, i] - g0), np.int32(w[ub, 1, i] - g1))
+        low = max(low, max(np.int32(w[ub, 2, i] - g2), np.int32(w[ub, 3, i] - g3)))
+        high = max(np.int32(w[ub, 4, i] - g4), np.int32(w[ub, 5, i] - g5))
+        high = max(high, max(np.int32(w[ub, 6, i] - g6), np.int32(w[ub, 7, i] - g7)))
+        other += max(low, high)
     return peak, other
 
 
-@njit(nogil=True, cache=True)
-def _peaks_after(load_a, load_b, added, removed, peak_L, other_L):
-    """Sums over layers of the fullest rank of two units, once *added* - *removed* goes from b to a. All [R, L]."""
-    peak_L[:] = 0
-    other_L[:] = 0
-    for r in range(load_a.shape[0]):
-        a, b, x, y = load_a[r], load_b[r], added[r], removed[r]
-        for i in range(peak_L.size):
-            given = x[i] - y[i]
-            peak_L[i] = max(peak_L[i], a[i] + given)
-            other_L[i] = max(other_L[i], b[i] - given)
-    peak, other = np.int64(0), np.int64(0)
-    for i in range(peak_L.size):
-        peak += peak_L[i]
-        other += other_L[i]
-    return peak, other
-
-
-@njit(nogil=True, cache=True)
-def _apply(load_a, load_b, added, removed):
-    for r in range(load_a.shape[0]):
-        for i in range(load_a.shape[1]):
-            given = added[r, i] - removed[r, i]
-            load_a[r, i] += given
-            load_b[r, i] -= given
-
-
-@njit(nogil=True, cache=True)
-def _attention_after(cost_CI, width, a, gain_a, b, gain_b):
-    """Sum over stages of the costliest cell of the unit that holds cell a, with cells a and b changed."""
-    first = a // width * width
-    total = np.int64(0)
-    for i in range(cost_CI.shape[1]):
-        most = np.int64(0)
-        for c in range(first, first + width):
-            cost = cost_CI[c, i]
-            if c == a:
-                cost += gain_a[i]
-            elif c == b:
-                cost += gain_b[i]
-            most = max(most, cost)
-        total += most
-    return total
-
-
-@njit(nogil=True, cache=True)
-def _largest_after(cost_G, g, gain_g, h, gain_h):
+@njit(nogil=True, cache=True, inline="always")
+def _largest_after(cost_GI, top_BIT, cell_BIT, g, change_g, h, change_h):
     """The largest group cost once g and h have changed (both changes count where they are the same group)."""
-    largest = np.int64(0)
-    for i in range(cost_G.size):
-        cost = cost_G[i]
-        if i == g:
-            cost += gain_g
-        if i == h:
-            cost += gain_h
-        largest = max(largest, cost)
-    return largest
+    changed = cost_GI[g, 0] + change_g + change_h if g == h else max(cost_GI[g, 0] + change_g, cost_GI[h, 0] + change_h)
+    return max(changed, _costliest_other(top_BIT, cell_BIT, 0, 0, g, h))
 
 
 @njit(nogil=True, cache=True)
@@ -111,50 +68,54 @@ def anneal_domain(
     The last sequence of the arrays is the empty one, so that a move is a swap with it. *cost_G* is the
     caller's own copy: U_g as it was, kept up with what is accepted here.
     """
-    groups = cost_G.size
+    groups, nobody = cost_G.size, length_S.size - 1
     width = cost_CI.shape[0] // load_URL.shape[0]
-    nobody = length_S.size - 1
-    peak_L = np.empty(load_SRL.shape[2], np.int32)
-    other_L = np.empty(load_SRL.shape[2], np.int32)
-    gain_a = np.empty(cost_SI.shape[1], np.int64)
-    gain_b = np.empty(cost_SI.shape[1], np.int64)
-    largest, accepted, recorded = cost_G.max(), 0, 0
+    peak_L, other_L = np.empty(load_SRL.shape[2], np.int32), np.empty(load_SRL.shape[2], np.int32)
+    # Looked up, for a division takes as long as half of what most proposals need.
+    unit_C, group_U = np.arange(cost_CI.shape[0]) // width, np.arange(load_URL.shape[0]) % groups
+    rest_CI = _rest_of_units(cost_CI, width)
+    cost_GI = cost_G.reshape(groups, 1)
+    top_GT, group_GT = _ranked(cost_GI, groups)
+    sample, sampled, least = np.empty(SAMPLE, np.int64), 0, np.int64(0)
+    largest, accepted, recorded, most = cost_G.max(), 0, 0, 0.0
     place = _below(state, members.size)
     for _ in range(num_proposals):
         # In turn, longest to shortest: neighbours lie together in memory, and nobody is left out.
         place = place + 1 if place + 1 < members.size else 0
-        kind = _below(state, 20)
-        if kind < 16:
-            reach = near if kind < 12 else 8 * near
-            partner = place + _below(state, 2 * reach + 1) - reach
-            if partner < 0 or partner >= members.size:
-                continue
-        else:
-            partner = _below(state, members.size)
-        s, t = members[place], members[partner]
-        a, b = cell_of_S[s], cell_of_S[t]
-        if a == b:
+        s, t, a, b = _propose(place, members, near, cell_of_S, count_C, nobody, state)
+        if s < 0:
             continue
-        if kind == 19:
-            t = nobody
-            if count_C[a] < 2:
-                continue
         gain = length_S[t] - length_S[s]
         if tokens_C[a] + gain > max_tokens or tokens_C[b] - gain > max_tokens:
             continue
-        for i in range(gain_a.size):
-            gain_a[i] = cost_SI[t, i] - cost_SI[s, i]
-            gain_b[i] = -gain_a[i]
-        ua, ub = a // width, b // width
-        attention_a = _attention_after(cost_CI, width, a, gain_a, b, gain_b)
-        attention_b, peak_a, peak_b = attention_a, peak_U[ua], peak_U[ub]
-        change_a, change_b = attention_a - attention_U[ua], np.int64(0)
-        if ua != ub:
-            attention_b = _attention_after(cost_CI, width, b, gain_b, a, gain_a)
-            peak_a, peak_b = _peak_sums(load_URL[ua], load_URL[ub], load_SRL[t], load_SRL[s], peak_L, other_L)
+        ua, ub = unit_C[a], unit_C[b]
+        ga, gb = group_U[ua], group_U[ub]
+        peak_a, peak_b = peak_U[ua], peak_U[ub]
+        if temperature > 0.0:
+            most = _most_accepted(temperature, state)
+        if ua == ub:
+            attention_a = attention_b = _attention_within(cost_CI, cost_SI, width, a, b, s, t)
+            change_a, change_b = attention_a - attention_U[ua], np.int64(0)
+        else:
+            attention_a = _attention_after(cost_CI, cost_SI, rest_CI, a, s, t)
+            attention_b = _attention_after(cost_CI, cost_SI, rest_CI, b, t, s)
+            change_a, change_b = attention_a - attention_U[ua], attention_b - attention_U[ub]
+            if sampled == SAMPLE:
+                # Most proposals cost more attention than experts could make up for.
+                fall = min(least, np.int64(0))
+                now = _largest_after(cost_GI, top_GT, group_GT, ga, change_a + fall, gb, change_b + fall)
+                total = change_a + change_b + least
+                if groups * (now - largest) + total > most:
+                    continue
+            peak_a, peak_b = _peak_sums(load_URL, load_SRL, ua, ub, s, t, peak_L, other_L)
             change_a += expert * (peak_a - peak_U[ua])
-            change_b = attention_b - attention_U[ub] + expert * (peak_b - peak_U[ub])
-        now = _largest_after(cost_G, ua % groups, change_a, ub % groups, change_b)
+            change_b += expert * (peak_b - peak_U[ub])
+            if sampled < SAMPLE and changes.size == 0:
+                sample[sampled] = expert * (peak_a - peak_U[ua] + peak_b - peak_U[ub])
+                sampled += 1
+                if sampled == SAMPLE:
+                    least = np.sort(sample)[SELDOM]
+        now = _largest_after(cost_GI, top_GT, group_GT, ga, change_a, gb, change_b)
         total = change_a + change_b
         energy = groups * (now - largest) + total
         if changes.size:
@@ -164,27 +125,21 @@ def anneal_domain(
                 break
             continue
         if temperature > 0.0:
-            if energy > 0 and np.exp(-energy / temperature) * 4294967296.0 < _next(state):
+            if energy > most:
                 continue
         elif now > largest or (now == largest and total >= 0):
             continue
         accepted += 1
         largest = now
-        cost_G[ua % groups] += change_a
-        cost_G[ub % groups] += change_b
+        cost_G[ga] += change_a
+        cost_G[gb] += change_b
         attention_U[ua], attention_U[ub] = attention_a, attention_b
         peak_U[ua], peak_U[ub] = peak_a, peak_b
         if ua != ub:
-            _apply(load_URL[ua], load_URL[ub], load_SRL[t], load_SRL[s])
-        cell_of_S[s] = b
-        tokens_C[a] += gain
-        tokens_C[b] -= gain
-        for i in range(gain_a.size):
-            cost_CI[a, i] += gain_a[i]
-            cost_CI[b, i] += gain_b[i]
-        if t == nobody:
-            count_C[a] -= 1
-            count_C[b] += 1
-        else:
-            cell_of_S[t] = a
+            _apply(load_URL, load_SRL, ua, ub, s, t)
+        _exchange(s, t, a, b, length_S, cost_SI, cell_of_S, tokens_C, count_C, cost_CI)
+        _find_rest(cost_CI, width, ua, rest_CI)
+        _find_rest(cost_CI, width, ub, rest_CI)
+        _rank_again(cost_GI, groups, ga, top_GT, group_GT)
+        _rank_again(cost_GI, groups, gb, top_GT, group_GT)
     return accepted

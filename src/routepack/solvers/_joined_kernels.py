@@ -5,7 +5,24 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from routepack.solvers._anneal_kernels import _apply, _attention_after, _below, _next, _peaks_after
+from routepack.solvers._proposal_kernels import (
+    SAMPLE,
+    SELDOM,
+    _apply,
+    _attention_after,
+    _attention_within,
+    _below,
+    _costliest_other,
+    _exchange,
+    _find_rest,
+    _most_accepted,
+    _peaks_after,
+    _propose,
+    _rank_again,
+    _ranked,
+    _rest_of_units,
+    _waited_after,
+)  # fmt: skip
 
 SLOPE = 8
 """What all wait for weighs so many times the groups' own mean cost, which only gives the search a slope on plateaus."""
@@ -30,16 +47,13 @@ def _joined_peak(peak_UL, row, groups, a, peak_a, b, peak_b, joined_L):
 
 
 @njit(nogil=True, cache=True)
-def _slowest(attention_U, peak_U, expert, row, groups, a, cost_a, b, cost_b):
+def _slowest(cost_UI, top_MIT, unit_MIT, row, groups, a, cost_a, b, cost_b):
     """The costliest unit of a microbatch, with the costs of units a and b replaced."""
-    most = np.int64(0)
-    for u in range(row * groups, (row + 1) * groups):
-        cost = attention_U[u] + expert * peak_U[u]
-        if u == a:
-            cost = cost_a
-        elif u == b:
-            cost = cost_b
-        most = max(most, cost)
+    most = _costliest_other(top_MIT, unit_MIT, row, 0, a, b)
+    if a // groups == row:
+        most = max(most, cost_a)
+    if b // groups == row:
+        most = max(most, cost_b)
     return most
 
 
@@ -53,77 +67,93 @@ def anneal_joined(
     With *by_layer* they wait in every attention stage and layer, else once a microbatch. *value_M* holds that
     for each microbatch and is kept up, as is *peak_UL*, the fullest rank of each unit and layer.
     """
-    rows = value_M.size
+    rows, nobody = value_M.size, length_S.size - 1
     width, row_width = cost_CI.shape[0] // load_URL.shape[0], cost_CI.shape[0] // rows
     groups = row_width // width
-    nobody = length_S.size - 1
-    peak_L = np.empty(load_SRL.shape[2], np.int32)
-    other_L = np.empty(load_SRL.shape[2], np.int32)
+    peak_L, other_L = np.empty(load_SRL.shape[2], np.int32), np.empty(load_SRL.shape[2], np.int32)
     joined_L = np.empty(load_SRL.shape[2], np.int32)
-    gain_a = np.empty(cost_SI.shape[1], np.int64)
-    gain_b = np.empty(cost_SI.shape[1], np.int64)
-    accepted, recorded = 0, 0
+    # Looked up, for a division takes as long as half of what most proposals need.
+    unit_C, row_C = np.arange(cost_CI.shape[0]) // width, np.arange(cost_CI.shape[0]) // row_width
+    cost_UI = (attention_U + expert * peak_U).reshape(attention_U.size, 1)
+    rest_CI = _rest_of_units(cost_CI, width)
+    # What a whole microbatch waits for: of its cells in every stage, or of its units.
+    top_MIT, cell_MIT = _ranked(cost_CI, row_width) if by_layer else _ranked(cost_UI, groups)
+    sample, sampled, least = np.empty(SAMPLE, np.int64), 0, np.int64(0)
+    accepted, recorded, most = 0, 0, 0.0
     place = _below(state, members.size)
     for _ in range(num_proposals):
         place = place + 1 if place + 1 < members.size else 0
-        kind = _below(state, 20)
-        if kind < 16:
-            reach = near if kind < 12 else 8 * near
-            partner = place + _below(state, 2 * reach + 1) - reach
-            if partner < 0 or partner >= members.size:
-                continue
-        else:
-            partner = _below(state, members.size)
-        s, t = members[place], members[partner]
-        a, b = cell_of_S[s], cell_of_S[t]
-        if a == b:
+        s, t, a, b = _propose(place, members, near, cell_of_S, count_C, nobody, state)
+        if s < 0:
             continue
-        if kind == 19:
-            t = nobody
-            if count_C[a] < 2:
-                continue
         gain = length_S[t] - length_S[s]
         if tokens_C[a] + gain > max_tokens or tokens_C[b] - gain > max_tokens:
             continue
-        for i in range(gain_a.size):
-            gain_a[i] = cost_SI[t, i] - cost_SI[s, i]
-            gain_b[i] = -gain_a[i]
-        ua, ub, ra, rb = a // width, b // width, a // row_width, b // row_width
-        attention_a = _attention_after(cost_CI, width, a, gain_a, b, gain_b)
-        attention_b, peak_a, peak_b = attention_a, peak_U[ua], peak_U[ub]
+        ua, ub, ra, rb = unit_C[a], unit_C[b], row_C[a], row_C[b]
+        peak_a, peak_b = peak_U[ua], peak_U[ub]
+        if ua == ub:
+            attention_a = attention_b = _attention_within(cost_CI, cost_SI, width, a, b, s, t)
+        else:
+            attention_a = _attention_after(cost_CI, cost_SI, rest_CI, a, s, t)
+            attention_b = _attention_after(cost_CI, cost_SI, rest_CI, b, t, s)
+        # What the attention term alone changes, with experts as they are.
+        cost_a, cost_b = attention_a + expert * peak_a, attention_b + expert * peak_b
+        total = cost_a - cost_UI[ua, 0]
+        if ua != ub:
+            total += cost_b - cost_UI[ub, 0]
+        waits_a, waits_b, change = np.int64(0), np.int64(0), np.int64(0)
+        if by_layer:
+            waits_a = _waited_after(cost_CI, cost_SI, top_MIT, cell_MIT, row_C, a, b, s, t)
+            if ra != rb:
+                waits_b = _waited_after(cost_CI, cost_SI, top_MIT, cell_MIT, row_C, b, a, t, s)
+            for i in range(cost_CI.shape[1]):
+                change -= top_MIT[ra, i, 0]
+                if ra != rb:
+                    change -= top_MIT[rb, i, 0]
+            change += waits_a + waits_b
+        else:
+            change = _slowest(cost_UI, top_MIT, cell_MIT, ra, groups, ua, cost_a, ub, cost_b) - value_M[ra]
+            if ra != rb:
+                change += _slowest(cost_UI, top_MIT, cell_MIT, rb, groups, ua, cost_a, ub, cost_b) - value_M[rb]
+        by_attention = SLOPE * groups * change + total
+        if temperature > 0.0:
+            most = _most_accepted(temperature, state)
+        # Most proposals cost more attention than experts could make up for.
+        if sampled == SAMPLE and by_attention + least > most:
+            continue
         if ua == ub:
             peak_L[:] = peak_UL[ua]
             other_L[:] = peak_L
         else:
-            attention_b = _attention_after(cost_CI, width, b, gain_b, a, gain_a)
-            peak_a, peak_b = _peaks_after(load_URL[ua], load_URL[ub], load_SRL[t], load_SRL[s], peak_L, other_L)
-        cost_a, cost_b = attention_a + expert * peak_a, attention_b + expert * peak_b
-        total = cost_a - attention_U[ua] - expert * peak_U[ua]
-        if ua != ub:
-            total += cost_b - attention_U[ub] - expert * peak_U[ub]
+            peak_a, peak_b = _peaks_after(load_URL, load_SRL, ua, ub, s, t, peak_L, other_L)
+            total += expert * (peak_a - peak_U[ua] + peak_b - peak_U[ub])
+            cost_a, cost_b = attention_a + expert * peak_a, attention_b + expert * peak_b
         if by_layer:
-            value_a = _attention_after(cost_CI, row_width, a, gain_a, b, gain_b)
-            value_a += expert * _joined_peak(peak_UL, ra, groups, ua, peak_L, ub, other_L, joined_L)
+            value_a = waits_a + expert * _joined_peak(peak_UL, ra, groups, ua, peak_L, ub, other_L, joined_L)
         else:
-            value_a = _slowest(attention_U, peak_U, expert, ra, groups, ua, cost_a, ub, cost_b)
-        value_b = value_a
-        change = value_a - value_M[ra]
+            value_a = _slowest(cost_UI, top_MIT, cell_MIT, ra, groups, ua, cost_a, ub, cost_b)
+        value_b, change = value_a, value_a - value_M[ra]
         if ra != rb:
             if by_layer:
-                value_b = _attention_after(cost_CI, row_width, b, gain_b, a, gain_a)
-                value_b += expert * _joined_peak(peak_UL, rb, groups, ua, peak_L, ub, other_L, joined_L)
+                value_b = waits_b + expert * _joined_peak(peak_UL, rb, groups, ua, peak_L, ub, other_L, joined_L)
             else:
-                value_b = _slowest(attention_U, peak_U, expert, rb, groups, ua, cost_a, ub, cost_b)
+                value_b = _slowest(cost_UI, top_MIT, cell_MIT, rb, groups, ua, cost_a, ub, cost_b)
             change += value_b - value_M[rb]
         energy = SLOPE * groups * change + total
+        if sampled < SAMPLE:
+            sample[sampled] = energy - by_attention
+            sampled += 1
+            if sampled == SAMPLE:
+                least = np.sort(sample)[SELDOM]
         if changes.size:
+            sampled = 0
             changes[recorded] = energy
             recorded += 1
             if recorded == changes.size:
                 break
             continue
         if temperature > 0.0:
-            if energy > 0 and np.exp(-energy / temperature) * 4294967296.0 < _next(state):
+            if energy > most:
                 continue
         elif change > 0 or (change == 0 and total >= 0):
             continue
@@ -131,19 +161,18 @@ def anneal_joined(
         value_M[ra], value_M[rb] = value_a, value_b
         attention_U[ua], attention_U[ub] = attention_a, attention_b
         peak_U[ua], peak_U[ub] = peak_a, peak_b
+        cost_UI[ua, 0], cost_UI[ub, 0] = cost_a, cost_b
         if ua != ub:
             peak_UL[ua] = peak_L
             peak_UL[ub] = other_L
-            _apply(load_URL[ua], load_URL[ub], load_SRL[t], load_SRL[s])
-        cell_of_S[s] = b
-        tokens_C[a] += gain
-        tokens_C[b] -= gain
-        for i in range(gain_a.size):
-            cost_CI[a, i] += gain_a[i]
-            cost_CI[b, i] += gain_b[i]
-        if t == nobody:
-            count_C[a] -= 1
-            count_C[b] += 1
+            _apply(load_URL, load_SRL, ua, ub, s, t)
+        _exchange(s, t, a, b, length_S, cost_SI, cell_of_S, tokens_C, count_C, cost_CI)
+        _find_rest(cost_CI, width, ua, rest_CI)
+        _find_rest(cost_CI, width, ub, rest_CI)
+        if by_layer:
+            _rank_again(cost_CI, row_width, a, top_MIT, cell_MIT)
+            _rank_again(cost_CI, row_width, b, top_MIT, cell_MIT)
         else:
-            cell_of_S[t] = a
+            _rank_again(cost_UI, groups, ua, top_MIT, cell_MIT)
+            _rank_again(cost_UI, groups, ub, top_MIT, cell_MIT)
     return accepted

@@ -5,40 +5,68 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from routepack.solvers._anneal_kernels import _below, _next
+from routepack.solvers._proposal_kernels import _below, _most_accepted
 
 SWAPS_PER_PAIR = 32
 """Swaps tried between two ranks before the next two are drawn; the others' fullest is found once for all of them."""
+ANYTHING = np.iinfo(np.int64).max
 
 
-@njit(nogil=True, cache=True)
-def _peaks(load_a, load_b, e_U, f_U, others_U):
+CHUNK = 32
+"""Units after which a swap is given up where what they wait for, and the least that the rest can, is too much."""
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _peaks(load_RU, load_EU, others_U, a, b, e, f, first, last):
     """Sum over units of the fullest rank, once e goes from a to b and f from b to a."""
     total = np.int64(0)
-    for u in range(others_U.size):
-        given = e_U[u] - f_U[u]
-        total += max(others_U[u], max(load_a[u] - given, load_b[u] + given))
+    for u in range(np.uint64(first), np.uint64(last)):
+        given = np.int32(load_EU[e, u] - load_EU[f, u])
+        total += max(others_U[u], max(np.int32(load_RU[a, u] - given), np.int32(load_RU[b, u] + given)))
     return total
 
 
-@njit(nogil=True, cache=True)
-def _joined_peaks(load_a, load_b, e_U, f_U, others_U, joined):
+@njit(nogil=True, cache=True, inline="always")
+def _joined_peaks(load_RU, load_EU, others_U, a, b, e, f, first, last, joined):
     """The same where so many consecutive units wait for the fullest rank of any of them."""
     total = np.int64(0)
-    for first in range(0, others_U.size, joined):
+    for block in range(first, last, joined):
         most = np.int32(0)
-        for u in range(first, first + joined):
-            given = e_U[u] - f_U[u]
-            most = max(most, max(others_U[u], max(load_a[u] - given, load_b[u] + given)))
+        for u in range(block, block + joined):
+            given = np.int32(load_EU[e, u] - load_EU[f, u])
+            most = max(most, max(others_U[u], max(np.int32(load_RU[a, u] - given), np.int32(load_RU[b, u] + given))))
         total += most
     return total
 
 
+@njit(nogil=True, cache=True, inline="always")
+def _waited(load_RU, load_EU, others_U, least_N, a, b, e, f, joined, chunk, most):
+    """What units wait for once e and f have changed places; something above *most* where it is more than that."""
+    units, total = others_U.size, np.int64(0)
+    for n in range(least_N.size - 1):
+        first, last = n * chunk, min(units, (n + 1) * chunk)
+        if joined == 1:
+            total += _peaks(load_RU, load_EU, others_U, a, b, e, f, first, last)
+        else:
+            total += _joined_peaks(load_RU, load_EU, others_U, a, b, e, f, first, last, joined)
+        if total + least_N[n + 1] > most:
+            return total + least_N[n + 1]
+    return total
+
+
 @njit(nogil=True, cache=True)
-def _waited(load_a, load_b, e_U, f_U, others_U, joined):
-    if joined == 1:
-        return _peaks(load_a, load_b, e_U, f_U, others_U)
-    return _joined_peaks(load_a, load_b, e_U, f_U, others_U, joined)
+def _least_waited(load_RU, others_U, a, b, joined, chunk, least_N):
+    """The least that units from each chunk on wait for, whatever a and b exchange: one of them holds half of both."""
+    units = others_U.size
+    least_N[-1] = 0
+    for n in range(least_N.size - 2, -1, -1):
+        least_N[n] = least_N[n + 1]
+        for block in range(n * chunk, min(units, (n + 1) * chunk), joined):
+            least = np.int32(0)
+            for u in range(block, block + joined):
+                half = np.int32((np.int64(load_RU[a, u]) + np.int64(load_RU[b, u]) + 1) >> 1)
+                least = max(least, max(others_U[u], half))
+            least_N[n] += least
 
 
 @njit(nogil=True, cache=True)
@@ -82,17 +110,19 @@ def anneal_layer(load_EU, rank_of_E, num_ranks, joined, num_pairs, temperature, 
     held_RK, load_RU = _held(load_EU, rank_of_E, num_ranks)
     slots, change = held_RK.shape[1], np.int64(0)
     others_U = np.empty(load_EU.shape[1], np.int32)
-    nothing_U = np.zeros(load_EU.shape[1], np.int32)
+    chunk = -(-CHUNK // joined) * joined
+    least_N = np.empty(-(-others_U.size // chunk) + 1, np.int64)
     for _ in range(num_pairs):
         a, b = _below(state, num_ranks), _below(state, num_ranks - 1)
         b += b >= a
         _others_fullest(load_RU, a, b, others_U)
-        load_a, load_b = load_RU[a], load_RU[b]
-        now = _waited(load_a, load_b, nothing_U, nothing_U, others_U, joined)
+        _least_waited(load_RU, others_U, a, b, joined, chunk, least_N)
+        now = _waited(load_RU, load_EU, others_U, least_N, a, b, 0, 0, joined, chunk, ANYTHING)
         for _ in range(SWAPS_PER_PAIR):
             i, j = _below(state, slots), _below(state, slots)
-            total = _waited(load_a, load_b, load_EU[held_RK[a, i]], load_EU[held_RK[b, j]], others_U, joined)
-            if total > now and (temperature <= 0.0 or np.exp((now - total) / temperature) * 4294967296.0 < _next(state)):
+            most = now + (np.int64(_most_accepted(temperature, state)) if temperature > 0.0 else 0)
+            total = _waited(load_RU, load_EU, others_U, least_N, a, b, held_RK[a, i], held_RK[b, j], joined, chunk, most)
+            if total > most:
                 continue
             _swap(load_EU, load_RU, held_RK, a, i, b, j)
             change += total - now
@@ -104,15 +134,16 @@ def anneal_layer(load_EU, rank_of_E, num_ranks, joined, num_pairs, temperature, 
 
 
 @njit(nogil=True, cache=True)
-def swap_best(load_EU, load_RU, held_RK, a, b, joined, others_U):
+def swap_best(load_EU, load_RU, held_RK, a, b, joined, chunk, others_U, least_N):
     """Apply the swap between ranks a and b that lowers the sum of peaks most; False where none does."""
     _others_fullest(load_RU, a, b, others_U)
-    load_a, load_b, nothing_U = load_RU[a], load_RU[b], np.zeros(others_U.size, np.int32)
-    best = _waited(load_a, load_b, nothing_U, nothing_U, others_U, joined)
+    _least_waited(load_RU, others_U, a, b, joined, chunk, least_N)
+    best = _waited(load_RU, load_EU, others_U, least_N, a, b, 0, 0, joined, chunk, ANYTHING)
     best_i, best_j = -1, -1
     for i in range(held_RK.shape[1]):
         for j in range(held_RK.shape[1]):
-            total = _waited(load_a, load_b, load_EU[held_RK[a, i]], load_EU[held_RK[b, j]], others_U, joined)
+            e, f = held_RK[a, i], held_RK[b, j]
+            total = _waited(load_RU, load_EU, others_U, least_N, a, b, e, f, joined, chunk, best - 1)
             if total < best:
                 best, best_i, best_j = total, i, j
     if best_i < 0:
@@ -126,11 +157,13 @@ def refine_layer(load_EU, rank_of_E, num_ranks, joined, sweeps):
     """Sweeps of best swaps over all pairs of ranks, until none helps."""
     held_RK, load_RU = _held(load_EU, rank_of_E, num_ranks)
     others_U = np.empty(load_EU.shape[1], np.int32)
+    chunk = -(-CHUNK // joined) * joined
+    least_N = np.empty(-(-others_U.size // chunk) + 1, np.int64)
     for _ in range(sweeps):
         improved = False
         for a in range(num_ranks):
             for b in range(a + 1, num_ranks):
-                improved |= swap_best(load_EU, load_RU, held_RK, a, b, joined, others_U)
+                improved |= swap_best(load_EU, load_RU, held_RK, a, b, joined, chunk, others_U, least_N)
         if not improved:
             break
     for r in range(num_ranks):

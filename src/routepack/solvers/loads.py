@@ -15,31 +15,31 @@ LANES = 16
 
 
 def rank_load(tokens_SLE: np.ndarray, rank_of_LE: np.ndarray, num_ranks: int, *, threads: int = 2) -> np.ndarray:
-    """int32 [S, R, L]: routed rows that each sequence sends to each EP rank in each layer.
+    """int32 [S, R, L]: routed rows that each sequence sends to each EP rank in each layer, E / R experts a rank.
 
     L is padded with zeros to a multiple of :data:`LANES`; layers are contiguous, so that a maximum over
     ranks runs elementwise over layers.
     """
     sequences, layers, _ = tokens_SLE.shape
     load_SRL = np.zeros((sequences, num_ranks, -(-layers // LANES) * LANES), dtype=np.int32)
-    rank_of_LE = np.ascontiguousarray(rank_of_LE, dtype=np.int64)
+    held_LRK = np.argsort(rank_of_LE, axis=1, kind="stable").reshape(layers, num_ranks, -1)
+    held_LRK = held_LRK.astype(np.uint16 if held_LRK.shape[1] * held_LRK.shape[2] <= 2**16 else np.int64)
     parts = [slice(a[0], a[-1] + 1) for a in np.array_split(np.arange(sequences), threads) if len(a)]
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda part: _rank_load(tokens_SLE[part], rank_of_LE, load_SRL[part]), parts))
+        list(pool.map(lambda part: _rank_load(tokens_SLE[part], held_LRK, load_SRL[part]), parts))
     return load_SRL
 
 
 @njit(nogil=True, cache=True)
-def _rank_load(tokens_SLE, rank_of_LE, load_SRL):
-    sequences, layers, experts = tokens_SLE.shape
-    row_R = np.zeros(load_SRL.shape[1], np.int32)
-    for s in range(sequences):
-        for layer in range(layers):
-            row_R[:] = 0
-            for e in range(experts):
-                row_R[rank_of_LE[layer, e]] += np.int32(tokens_SLE[s, layer, e])
-            for r in range(row_R.size):
-                load_SRL[s, r, layer] = row_R[r]
+def _rank_load(tokens_SLE, held_LRK, load_SRL):
+    for s in range(tokens_SLE.shape[0]):
+        for layer in range(tokens_SLE.shape[1]):
+            for r in range(held_LRK.shape[1]):
+                # A sum of its own for each rank: adding to sums in memory would wait for each to be written.
+                rows = np.int32(0)
+                for k in range(held_LRK.shape[2]):
+                    rows += np.int32(tokens_SLE[s, layer, held_LRK[layer, r, k]])
+                load_SRL[s, r, layer] = rows
 
 
 def unit_load(tokens_SLE: np.ndarray, unit_of_S: np.ndarray, num_units: int, *, threads: int = 2) -> np.ndarray:
@@ -50,22 +50,23 @@ def unit_load(tokens_SLE: np.ndarray, unit_of_S: np.ndarray, num_units: int, *, 
     unit_of_S = np.ascontiguousarray(unit_of_S, dtype=np.int64)
     by_unit = np.argsort(unit_of_S, kind="stable")
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda part: _unit_load(tokens_SLE[:, part], by_unit, unit_of_S, load_LEU[part]), parts))
+        list(pool.map(lambda part: _unit_load(tokens_SLE, part.start, by_unit, unit_of_S, load_LEU[part]), parts))
     return load_LEU
 
 
 @njit(nogil=True, cache=True)
-def _unit_load(tokens_SLE, by_unit, unit_of_S, load_LEU):
-    _, layers, experts = tokens_SLE.shape
-    load_ULE = np.zeros((load_LEU.shape[2], layers, experts), np.int32)
+def _unit_load(tokens_SLE, first, by_unit, unit_of_S, load_LEU):
+    """Of the layers from *first* on; a slice of them would hide that experts are contiguous, and run at half the speed."""
+    layers, experts, units = load_LEU.shape
+    load_ULE = np.zeros((units, layers, experts), np.int32)
     for s in by_unit:
         u = unit_of_S[s]
         for layer in range(layers):
             for e in range(experts):
-                load_ULE[u, layer, e] += np.int32(tokens_SLE[s, layer, e])
+                load_ULE[u, layer, e] += np.int32(tokens_SLE[s, first + layer, e])
     for layer in range(layers):
         for e in range(experts):
-            for u in range(load_ULE.shape[0]):
+            for u in range(units):
                 load_LEU[layer, e, u] = load_ULE[u, layer, e]
 
 
