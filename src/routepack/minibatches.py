@@ -37,11 +37,19 @@ def trained_tokens(plan: Plan, batch: RolloutBatch, microbatches: np.ndarray) ->
 
     Raises TraceError where there is none: the step's loss would be divided by zero.
     """
+    return checked(num_trained(batch, sequences_of(plan, microbatches)), microbatches)
+
+
+def num_trained(batch: RolloutBatch, sequences: np.ndarray) -> int:
+    """Tokens that some sequences of a batch train."""
     mask_N = np.asarray(batch.token_fields["loss_mask"]).astype(bool).copy()
     mask_N[batch.cu_tokens[:-1]] = False
     before_N = np.concatenate([[0], np.cumsum(mask_N)])
-    sequences = sequences_of(plan, microbatches)
-    trained = int((before_N[batch.cu_tokens[sequences + 1]] - before_N[batch.cu_tokens[sequences]]).sum())
+    return int((before_N[batch.cu_tokens[sequences + 1]] - before_N[batch.cu_tokens[sequences]]).sum())
+
+
+def checked(trained: int, microbatches: np.ndarray) -> int:
+    """Tokens that some microbatches train, if there is any; else TraceError."""
     if not trained:
         raise TraceError(
             f"microbatches {microbatches.tolist()} train no token (loss_mask is 0 on all their sequences): a mini-batch needs "

@@ -159,6 +159,28 @@ def sends_sequences(ep: int) -> dict[str, Any]:
     }
 
 
+@check
+def trains_what_it_holds(ep: int) -> dict[str, Any]:
+    """Steps on sequences that travelled beside steps on the whole window, with log-probabilities of both."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole, held = build_trainer(ep), build_trainer(ep)
+    figures, logprobs = [], []
+    for step in range(3):
+        batch, topology = windows.window(step), topology_of(whole)
+        plan = windows.shuffled_plan(batch, topology, step, num_microbatches=2)
+        own = np.random.default_rng(step).permutation(batch.num_sequences)[rank::ranks]
+        sent = sequence_exchange.to_planned_ranks(HeldSequences(batch=some_of(batch, own), sequences_S=own), plan)
+        of_whole, of_held = whole.log_probabilities(batch, plan), held.log_probabilities(sent, plan)
+        tokens = np.concatenate([np.arange(*batch.cu_tokens[s : s + 2]) for s in sent.sequences_S])
+        logprobs.append(np.array_equal(of_whole[tokens], of_held) and np.abs(of_held).max() > 0)
+        names = ("loss", "grad_norm", "trained_tokens", "moe/max_vio")
+        both = whole.update(batch, plan, CrossEntropyTokenLoss()), held.update(sent, plan, CrossEntropyTokenLoss())
+        figures.append([[one[name] for name in names] for one in both])
+    states = [one.logical_state_dict() for one in (whole, held)]
+    unequal_names = [name for name, value in states[0].items() if not (value == states[1][name]).all()]
+    return {"figures": figures, "logprobs": logprobs, "unequal": unequal_names}
+
+
 def held_part(batch: RolloutBatch, sequences: np.ndarray) -> RolloutBatch:
     part = some_of(replace(batch, group_S=None, sequence_fields={}), sequences)
     rewards = {name: value[sequences] for name, value in batch.sequence_fields.items()}

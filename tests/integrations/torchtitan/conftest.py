@@ -253,6 +253,7 @@ def step_pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("reference stays", "remembers", {"ep": 2, "fault": "reference stays"}),
         ("log_probabilities", "gives_log_probabilities", {"ep": 2, "gather": "step"}),
         ("sends", "sends_sequences", {"ep": 2}),
+        ("trains what it holds", "trains_what_it_holds", {"ep": 2}),
     ]
     return launch(checks, 2, folder)
 
@@ -267,5 +268,6 @@ def step_quad(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("observes", "observes", {"ep": 2, "folder": str(folder)}),
         ("remembers", "remembers", {"ep": 2}),
         ("sends", "sends_sequences", {"ep": 2}),
+        ("trains what it holds", "trains_what_it_holds", {"ep": 2}),
     ]
     return launch(checks, 4, folder)

@@ -98,6 +98,14 @@ def test_sequences_that_travelled_make_the_same_microbatches_bit_for_bit(request
     assert sorted(everybodys.tolist()) == list(range(23))
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ranks_that_hold_their_sequences_train_as_with_the_whole_window_bit_for_bit(request, ranks):
+    for result in request.getfixturevalue(ranks):
+        assert all(whole == held for whole, held in result["trains what it holds"]["figures"])
+        assert result["trains what it holds"]["logprobs"] == [True] * 3
+        assert result["trains what it holds"]["unequal"] == []
+
+
 def test_demand_gathered_from_all_ranks_is_the_windows(step_pair):
     assert all(result["sends"]["demand"] for result in step_pair)
 

@@ -22,15 +22,16 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.trainer import Trainer
 
-from routepack import distributed, materialize, minibatches
+from routepack import distributed, minibatches
 from routepack.calibration import Forecaster
 from routepack.errors import PlanError, RankLostError, RoutePackError, TraceError
 from routepack.integrations.torchtitan import folders, huggingface, initialization, moves, overrides
 from routepack.integrations.torchtitan.losses import TokenLoss
 from routepack.integrations.torchtitan.model import TrainedModel, check_names, checked, moe_layer_ids, num_experts_of
 from routepack.integrations.torchtitan.observer import StepObserver, TokenMeans
-from routepack.integrations.torchtitan.replayed import ReplayedMicrobatch, num_trained_tokens
+from routepack.integrations.torchtitan.replayed import ReplayedMicrobatch
 from routepack.integrations.torchtitan.settings import StepMetrics, TrainerSettings, config_fields, start_alone
+from routepack.integrations.torchtitan.window import Window, by_token, cut, own_batch, trained_tokens
 from routepack.materialize import Microbatch
 from routepack.planned import ExpertPlacement, Plan
 from routepack.recorded import RolloutBatch
@@ -129,12 +130,12 @@ class RoutePackTrainer(Trainer):
             return super().init_distributed()
         return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
 
-    def update(self, batch: RolloutBatch, plan: Plan, loss: TokenLoss, *, save: bool = True) -> dict[str, float]:
+    def update(self, batch: Window, plan: Plan, loss: TokenLoss, *, save: bool = True) -> dict[str, float]:
         """One optimizer step on a window: move experts as planned, then M microbatches, then AdamW.
 
-        Every rank passes the same batch, plan and loss. The sum of the losses is divided by all tokens of the window that
-        ``loss_mask`` trains, so packing and placement change neither the loss nor the gradient. With *save*, a checkpoint
-        that is due is saved; without, the caller calls :meth:`save`.
+        Every rank passes the same plan and loss, and the same batch or the sequences that it holds. The sum of the losses is
+        divided by all tokens of the window that ``loss_mask`` trains, so packing and placement change neither the loss nor the
+        gradient. With *save*, a checkpoint that is due is saved; without, the caller calls :meth:`save`.
 
         Returns:
             ``loss``, ``grad_norm`` (before clipping), ``learning_rate``, ``trained_tokens``, ``num_microbatches``,
@@ -149,7 +150,7 @@ class RoutePackTrainer(Trainer):
         return figures
 
     def update_minibatches(
-        self, batch: RolloutBatch, plan: Plan, loss: TokenLoss, *, num_minibatches: int, save: bool = True
+        self, batch: Window, plan: Plan, loss: TokenLoss, *, num_minibatches: int, save: bool = True
     ) -> list[dict[str, float]]:
         """Several optimizer steps on a window, each on a group of its microbatches, after one move; the figures of each.
 
@@ -158,11 +159,11 @@ class RoutePackTrainer(Trainer):
         """
         microbatches = self._agreed_microbatches(batch, plan)
         groups = minibatches.split(plan, num_minibatches)
-        trained = [minibatches.trained_tokens(plan, batch, group) for group in groups]
+        trained = [trained_tokens(batch, plan, group) for group in groups]
         moved: dict[str, float] = {"experts_moved": self.move_experts(plan.placement), "move_ms": 1e3 * self.last_move.seconds}
         steps = []
-        for group, trained_tokens in zip(groups, trained, strict=True):
-            figures = self._step([microbatches[m] for m in group], loss, trained_tokens)
+        for group, num_trained in zip(groups, trained, strict=True):
+            figures = self._step([microbatches[m] for m in group], loss, num_trained)
             live = self.observer.finish(plan, group, self._step_seconds, self.step)
             if save:
                 self.save()
@@ -171,7 +172,7 @@ class RoutePackTrainer(Trainer):
             moved = dict.fromkeys(moved, 0)
         return steps
 
-    def _step(self, microbatches: list[Microbatch], loss: TokenLoss, trained_tokens: int) -> dict[str, float]:
+    def _step(self, microbatches: list[Microbatch], loss: TokenLoss, num_trained: int) -> dict[str, float]:
         self._loss, self._means = loss, TokenMeans()
         self.gradient_accumulation_steps = self._microbatches_left = len(microbatches)
         self.step += 1
@@ -182,23 +183,23 @@ class RoutePackTrainer(Trainer):
         with distributed.together(f"step {self.step} was trained"):
             self.train_step(self._inputs(microbatches))
         self._step_seconds = time.perf_counter() - started
-        counts: dict[str, float] = {"trained_tokens": trained_tokens, "num_microbatches": len(microbatches)}
-        rates = {**cast(StepMetrics, self.metrics_processor).last, **self._means.over_ranks(trained_tokens)}
+        counts: dict[str, float] = {"trained_tokens": num_trained, "num_microbatches": len(microbatches)}
+        rates = {**cast(StepMetrics, self.metrics_processor).last, **self._means.over_ranks(num_trained)}
         rates |= {"learning_rate": learning_rate}
         return {name: float(value) for name, value in rates.items()} | counts
 
-    def log_probabilities(self, batch: RolloutBatch, plan: Plan) -> np.ndarray:
+    def log_probabilities(self, batch: Window, plan: Plan) -> np.ndarray:
         """float32 [N]: the log-probability of every token given the earlier ones, under replay; 0 for first tokens.
 
-        Moves experts as planned first, so that the update that follows finds them in place. The same on every rank.
+        Moves experts as planned first, so that the update that follows finds them in place. The same on every rank;
+        of its own tokens alone where a rank holds its own sequences.
         """
         microbatches = self._agreed_microbatches(batch, plan)
         self.move_experts(plan.placement)
         with distributed.together("log-probabilities were computed"):
             results = [self._forward_only(microbatch) for microbatch in microbatches]
         self._reshard()
-        logprobs_N = materialize.scatter_back(microbatches, results, int(batch.num_tokens_S.sum()))
-        return distributed.sum_over_ranks(torch.from_numpy(logprobs_N).to(self.device)).cpu().numpy()
+        return by_token(batch, microbatches, results)
 
     def set_learning_rate(self, rate: float) -> None:
         """Use *rate* from the next update on. TorchTitan's schedule multiplies it, by 1 once warm-up is over."""
@@ -394,12 +395,11 @@ class RoutePackTrainer(Trainer):
         labels = torch.where(replayed.loss_mask_n.bool(), replayed.targets_n, IGNORE_INDEX)
         return inputs, labels[None]
 
-    def _agreed_microbatches(self, batch: RolloutBatch, plan: Plan) -> list[Microbatch]:
+    def _agreed_microbatches(self, batch: Window, plan: Plan) -> list[Microbatch]:
         microbatches, error = [], None
         try:
-            self._check_plan(batch, plan)
-            rank = self._data_parallel_rank()
-            microbatches = materialize.microbatches(plan, batch, rank, pad_to_multiple_of=self.pad_to_multiple_of)
+            self._check_plan(own_batch(batch), plan)
+            microbatches = cut(batch, plan, self._data_parallel_rank(), pad_to_multiple_of=self.pad_to_multiple_of)
         except RoutePackError as caught:
             error = caught
         distributed.agree(plan.content_digest(), "plan", error=error, device=self.device)
@@ -420,7 +420,6 @@ class RoutePackTrainer(Trainer):
         longest, limit = int(batch.num_tokens_S.max()), self.config.training.seq_len
         if longest > limit + 1:
             raise TraceError(f"a sequence has {longest} tokens; model.max_seq_len={limit} feeds in at most {limit}: raise it.")
-        num_trained_tokens(batch)
 
     def _placement_error(self, placement: ExpertPlacement) -> PlanError | None:
         placed, own = placement.physical_to_logical_LP.shape, self.placement.physical_to_logical_LP.shape
