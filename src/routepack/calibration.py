@@ -99,13 +99,13 @@ class Fit:
     """Share of the mean step of each term."""
 
 
-def fit(records: Sequence[StepRecord], sync: Sync) -> Fit:
-    """Fit :class:`MeasuredCost` to logged steps.
+def fit(records: Sequence[StepRecord], sync: Sync, *, uncertain: float = UNCERTAIN) -> Fit:
+    """Fit :class:`MeasuredCost` to logged steps; no term may be known worse than to *uncertain*, a share of a step.
 
     Raises TraceError where there are too few steps, or where their loads do not tell the terms apart.
     """
     loads, seconds_n = _stacked(records)
-    theta, uncertainty, terms = _fitted(loads, seconds_n, sync)
+    theta, uncertainty, terms = _fitted(loads, seconds_n, sync, uncertain)
     errors_n = _held_out_errors(records, sync, terms)
     shares = _features(loads, sync, theta).mean(axis=0) * theta / seconds_n.mean()
     return Fit(
@@ -121,12 +121,12 @@ def fit(records: Sequence[StepRecord], sync: Sync) -> Fit:
 
 def rates_of(records: Sequence[StepRecord], sync: Sync) -> MeasuredCost:
     """The cost model of :func:`fit`, without judging it."""
-    return _model(_fitted(*_stacked(records), sync)[0])
+    return _model(_fitted(*_stacked(records), sync, UNCERTAIN)[0])
 
 
-def calibrate(records: Sequence[StepRecord]) -> dict[Sync, Fit]:
+def calibrate(records: Sequence[StepRecord], *, uncertain: float = UNCERTAIN) -> dict[Sync, Fit]:
     """A fit for every ``sync``. Raises as :func:`fit`."""
-    return {sync: fit(records, sync) for sync in SYNCS}
+    return {sync: fit(records, sync, uncertain=uncertain) for sync in SYNCS}
 
 
 def best_sync(error_of_sync: dict[Sync, float], *, configured: Sync = "step") -> Sync:
@@ -208,11 +208,13 @@ def _model(theta: np.ndarray) -> MeasuredCost:
     return MeasuredCost(**dict(zip(TERMS, theta.tolist(), strict=True)))
 
 
-def _fitted(loads: StackedLoads, seconds_n: np.ndarray, sync: Sync) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _fitted(
+    loads: StackedLoads, seconds_n: np.ndarray, sync: Sync, uncertain: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(rates, their uncertainty, which terms were fitted)."""
     terms = _checked_terms(loads, seconds_n, sync)
     theta, uncertainty = _solve(loads, seconds_n, sync, terms)
-    _check_known(uncertainty, terms)
+    _check_known(uncertainty, uncertain)
     return theta, uncertainty, terms
 
 
@@ -310,11 +312,11 @@ def _uncertainty(
     return share
 
 
-def _check_known(uncertainty: np.ndarray, terms: np.ndarray) -> None:
+def _check_known(uncertainty: np.ndarray, uncertain: float) -> None:
     worst = int(np.argmax(uncertainty))
-    if uncertainty[worst] > UNCERTAIN:
+    if uncertainty[worst] > uncertain:
         raise TraceError(
-            f"{TERMS[worst]} is only known to within {uncertainty[worst]:.0%} of a step (at most {UNCERTAIN:.0%}): log more "
+            f"{TERMS[worst]} is only known to within {uncertainty[worst]:.0%} of a step (at most {uncertain:.0%}): log more "
             "steps, or steps that differ more: other numbers of tokens and microbatches, other placements."
         )
 
