@@ -6,7 +6,7 @@ DEMO := runs/demo
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-all lint bench docs clean
+.PHONY: help install demo test test-all lint gate bench docs clean
 
 help:          ## list what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "pip>=25.1"
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[certify,report]' --group dev
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[certify,report,transformers]' --group dev
 	touch $@
 
 demo: install  ## train a tiny MoE with GRPO on 4 ranks, then plan from its trace
@@ -34,6 +34,9 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
+
+gate: install  ## compile every kernel for every architecture, on two Triton versions, and judge the machine code
+	$(BIN)/python benchmarks/gate.py
 
 bench: install  ## the collector's and the planner's figures
 	$(BIN)/python benchmarks/collector.py

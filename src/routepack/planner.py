@@ -135,7 +135,7 @@ def default_proposals(demand: RoutingDemand, topology: Topology, sync: Sync = "s
     About 3 s on two cores for a window of 4,096 sequences, less for smaller ones.
     """
     per_proposal = topology.expert_parallel_degree * demand.num_layers * (1 if sync == "step" else 2)
-    return int(min(6000 * demand.num_sequences, max(2.5e9 / per_proposal, FEWEST_PROPOSALS * demand.num_sequences)))
+    return int(min(6000 * demand.num_sequences, max(4e9 / per_proposal, FEWEST_PROPOSALS * demand.num_sequences)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
