@@ -124,7 +124,7 @@ def main():
         results[ranks] = found = run(ranks, args)
         plain = statistics.median(found["seconds"]["plain"])
         for name, seconds in found["seconds"].items():
-            median, label = statistics.median(seconds), "plain all-to-all" if name == "plain" else f"move, {name} MiB staged"
+            median, label = statistics.median(seconds), "plain all-to-all" if name == "plain" else f"move, {name} MiB allowed"
             print(
                 f"| {ranks} | {found['bytes'] / 1e6:.0f} MB | {label} | {median:.4f} | {min(seconds):.4f} | {max(seconds):.4f} "
                 f"| {found['bytes'] / median / 1e9:.2f} | {plain / median:.0%} |"
