@@ -144,26 +144,23 @@ def exchange(arriving: Tensor, leaving: Tensor, num_arriving: Sequence[int], num
 
     Raises RankLostError where another rank does not answer.
     """
-    if num_ranks() > 1:
+    begin_exchange(arriving, leaving, num_arriving, num_leaving)()
+
+
+def begin_exchange(
+    arriving: Tensor, leaving: Tensor, num_arriving: Sequence[int], num_leaving: Sequence[int]
+) -> Callable[[], None]:
+    """As :func:`exchange`, which ends when what this gives is called; until then both tensors must be left alone."""
+    if num_ranks() == 1:
+        return lambda: None
+    with together("rows were exchanged"):
+        work = dist.all_to_all_single(arriving, leaving, list(num_arriving), list(num_leaving), async_op=True)
+
+    def end() -> None:
         with together("rows were exchanged"):
-            dist.all_to_all_single(arriving, leaving, list(num_arriving), list(num_leaving))
+            cast(dist.Work, work).wait()
 
-
-Part = tuple[Tensor, int]
-"""A contiguous tensor, and the rank that it goes to or comes from."""
-
-
-def exchange_parts(leaving: Sequence[Part], arriving: Sequence[Part]) -> None:
-    """Send and receive tensors, all at once; what goes from one rank to another must be in the same order on both.
-
-    Raises RankLostError where another rank does not answer.
-    """
-    operations = [dist.P2POp(dist.irecv, tensor, rank) for tensor, rank in arriving]
-    operations += [dist.P2POp(dist.isend, tensor, rank) for tensor, rank in leaving]
-    if operations:
-        with together("rows were exchanged"):
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+    return end
 
 
 def from_all(value: T, what: str) -> list[T]:

@@ -1,16 +1,15 @@
 """Rows of sharded tensors change places among ranks: in place, bit for bit, through staging memory of a fixed size.
 
 A row is an expert's slot. What moves is cut across rows, not between them: in each round every moving row sends the same
-range of its bytes, straight from where it lies. All of a round's ranges arrive beside the rows before the first is
-overwritten, so any permutation may be carried out in place, and the width of the range sets the memory
-(docs/design/moves.md).
+range of its bytes. All of a round's ranges are copied out before the first is overwritten, so any permutation may be
+carried out in place, and the width of the range sets the memory (docs/design/moves.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -21,10 +20,6 @@ from routepack.errors import PlanError
 
 ALIGNMENT = 512
 """Bytes of a range are a multiple of this where the staging memory allows it."""
-
-
-Range = tuple[Tensor, int, int, int]
-"""A shard's rows as bytes, the first byte of a part of a row and the one after its last, and its place in a round."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,8 +53,14 @@ class RowMoves:
 
     @cached_property
     def most_staged_rows(self) -> int:
-        """The most rows that any rank stages: those that get another row, whether it comes from elsewhere or not."""
-        return int(np.bincount(self.rank_of_P[self.moved_P]).max(initial=0))
+        """The most rows that any rank stages: those it sends, those it receives, and once those that stay on it."""
+        sources, targets = self.rank_of_P[self.source_P[self.moved_P]], self.rank_of_P[self.moved_P]
+        inside = targets[sources == targets]
+        counted = np.concatenate([sources, targets]).astype(np.int64)
+        if not len(counted):
+            return 0
+        num_ranks = int(counted.max()) + 1
+        return int((np.bincount(counted, minlength=num_ranks) - np.bincount(inside, minlength=num_ranks)).max())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,21 +71,21 @@ class RowExchange:
     """uint8 [rows, bytes], a view of each shard's own storage."""
     moves: RowMoves
     width: int
-    """Bytes of every moving row in one round, the same on every rank."""
+    """Bytes of every moving row in one round, the same on every rank; two rounds are staged at a time."""
 
     @classmethod
     def of(cls, shards: Sequence[Tensor], moves: RowMoves, *, staging_bytes: int) -> RowExchange:
         """Prepare to move the rows of *shards*, each [rows, ...], through at most *staging_bytes* of memory on a rank.
 
-        Raises PlanError where a shard's rows cannot be viewed as bytes in place, or the memory holds not one byte of each.
+        Raises PlanError where a shard's rows cannot be viewed as bytes in place, or the memory does not hold two bytes of each.
         """
         rows = [_as_bytes(shard) for shard in shards]
-        width = staging_bytes // max(1, moves.most_staged_rows)
+        width = staging_bytes // max(1, 2 * moves.most_staged_rows)
         width = width // ALIGNMENT * ALIGNMENT or width
         if not width:
             raise PlanError(
-                f"trainer.staging_bytes={staging_bytes} is less than a byte for each of the {moves.most_staged_rows} rows "
-                "that a rank moves: raise it."
+                f"trainer.staging_bytes={staging_bytes} is less than two bytes for each of the {moves.most_staged_rows} "
+                "rows that a rank moves: raise it."
             )
         return cls(rows=rows, moves=moves, width=min(width, max(1, sum(row.shape[1] for row in rows))))
 
@@ -96,7 +97,12 @@ class RowExchange:
     @property
     def staged_bytes(self) -> int:
         """What :meth:`run` needs as its staging memory, on the rank that needs most."""
-        return self.moves.most_staged_rows * self.width
+        return 2 * self.moves.most_staged_rows * self.width
+
+    @property
+    def crosses(self) -> bool:
+        """Whether any row changes its rank."""
+        return bool((self.moves.rank_of_P[self.moves.source_P] != self.moves.rank_of_P).any())
 
     @property
     def signature(self) -> np.ndarray:
@@ -115,22 +121,45 @@ class RowExchange:
         """
         rank, world_size = distributed.this_rank(), distributed.num_ranks()
         sent, received = self.moves.sent_rows(rank, world_size), self.moves.received_rows(rank, world_size)
-        targets = np.concatenate(received)
-        for start in range(0, self.row_bytes, self.width):
+        kept_from, kept_to = sent[rank], received[rank]
+        sent[rank], received[rank] = kept_from[:0], kept_to[:0]
+        leaves_from, arrives_at = np.concatenate(sent), np.concatenate(received)
+        halves = staging[: len(staging) // 2], staging[len(staging) // 2 :]
+        finish: Callable[[], None] | None = None
+        for number, start in enumerate(range(0, self.row_bytes, self.width)):
             width = min(self.width, self.row_bytes - start)
-            staged = staging[: len(targets) * width].view(len(targets), width).split([len(rows) for rows in received])
-            ranges = list(self._ranges(start, start + width))
-            # What leaves goes straight from its rows; they are overwritten once it is gone.
-            _copy(_of_rows(sent[rank], ranges), _of_staged(staged[rank], ranges))
-            distributed.exchange_parts(
-                [(part, other) for other in range(world_size) if other != rank for part in _of_rows(sent[other], ranges)],
-                [(part, other) for other in range(world_size) if other != rank for part in _of_staged(staged[other], ranges)],
-            )
-            _copy([part for own in staged for part in _of_staged(own, ranges)], _of_rows(targets, ranges))
-        return self.row_bytes * (sum(map(len, sent)) - len(sent[rank]))
+            parts = _split(halves[number % 2], [len(leaves_from), len(arrives_at), len(kept_from)], width)
+            self._copy(leaves_from, parts[0], start, out=True)
+            self._copy(kept_from, parts[2], start, out=True)
+            end = self._begin(parts, sent, received)
+            # The round before is put in place while this one travels.
+            if finish is not None:
+                finish()
+            finish = partial(self._finish, end, [(arrives_at, parts[1]), (kept_to, parts[2])], start)
+        if finish is not None:
+            finish()
+        return self.row_bytes * len(leaves_from)
 
-    def _ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """The parts of bytes *start* to *stop* of a row."""
+    def _begin(self, parts: list[Tensor], sent: list[np.ndarray], received: list[np.ndarray]) -> Callable[[], None]:
+        if not self.crosses:
+            return lambda: None
+        return distributed.begin_exchange(parts[1], parts[0], [len(rows) for rows in received], [len(rows) for rows in sent])
+
+    def _finish(self, end: Callable[[], None], places: list[tuple[np.ndarray, Tensor]], start: int) -> None:
+        end()
+        for rows, staged in places:
+            self._copy(rows, staged, start, out=False)
+
+    def _copy(self, rows: np.ndarray, staged: Tensor, start: int, *, out: bool) -> None:
+        if not len(rows):
+            return
+        ranges = list(self._ranges(start, start + staged.shape[1]))
+        own = [shard[row, first:last] for row in rows for shard, first, last, _ in ranges]
+        copies = [line[to : to + last - first] for line in staged for _, first, last, to in ranges]
+        torch._foreach_copy_(*((copies, own) if out else (own, copies)))
+
+    def _ranges(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, int, int]]:
+        """The parts of bytes *start* to *stop* of a row: shard, first and last byte in it, and place in the round."""
         begin = 0
         for shard in self.rows:
             first, last = max(start - begin, 0), min(stop - begin, shard.shape[1])
@@ -151,14 +180,7 @@ def _as_bytes(shard: Tensor) -> Tensor:
     return shard.detach().view(len(shard), -1).view(torch.uint8)
 
 
-def _of_rows(rows: np.ndarray, ranges: Sequence[Range]) -> list[Tensor]:
-    return [shard[row, first:last] for row in rows for shard, first, last, _ in ranges]
-
-
-def _of_staged(staged: Tensor, ranges: Sequence[Range]) -> list[Tensor]:
-    return [row[place : place + last - first] for row in staged for _, first, last, place in ranges]
-
-
-def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
-    if sources:
-        torch._foreach_copy_(targets, sources)
+def _split(staging: Tensor, counts: Sequence[int], width: int) -> list[Tensor]:
+    sizes = [count * width for count in counts]
+    parts = staging[: sum(sizes)].split(sizes)
+    return [part.view(count, width) for part, count in zip(parts, counts, strict=True)]

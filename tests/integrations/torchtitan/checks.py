@@ -569,10 +569,10 @@ def refuses(ep: int) -> dict[str, str]:
 
 
 def move_without_memory(trainer: RoutePackTrainer) -> None:
-    original = moves._staging
+    original = moves._allocated
     with pytest.MonkeyPatch.context() as memory:
         if dist.get_rank() == 1:
-            memory.setattr(moves, "_staging", lambda num_bytes, device: original(2**60, device))
+            memory.setattr(moves, "_allocated", lambda num_bytes, device: original(2**60, device))
         trainer.move_experts(windows.random_placement(5))
 
 

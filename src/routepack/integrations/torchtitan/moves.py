@@ -31,8 +31,8 @@ _OUTER_TO_INNER = ("ep", "efsdp", "fsdp")
 
 STAGING_BYTES = 256 * 2**20
 """The most memory that a rank uses by default to send and receive rows."""
-CPU_STAGING_BYTES = 16 * 2**20
-"""On a CPU more than this is slower: what is staged must be in the cache still when it is sent (benchmarks/moves.py)."""
+CPU_STAGING_BYTES = 8 * 2**20
+"""On a CPU more than this is slower: what is staged should be in the cache still when it is sent."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,7 +139,7 @@ def move_experts(
     new: ExpertPlacement,
     *,
     num_ranks: int,
-    staging_bytes: int,
+    staging: StagingMemory,
     error: RoutePackError | None = None,
 ) -> MoveFigures:
     """Move all layers' expert weights with their optimizer state, layer by layer; collective, between optimizer steps.
@@ -148,32 +148,33 @@ def move_experts(
 
     Args:
         num_ranks: EP ranks, for the count of experts.
-        staging_bytes: the most memory that a rank uses to send and receive.
+        staging: what a rank sends from and receives into.
         error: one that this rank has already; then no rank moves anything.
 
     Raises:
         PlanError: a rank cannot move, or ranks would move differently; every rank keeps the old placement.
         RankLostError: a rank was lost during the move; the experts are torn, and the run must end.
     """
-    started, exchanges, staging, error = _prepared(layers, list(optimizers), old, new, staging_bytes, error)
+    started = time.perf_counter()
+    exchanges, memory, error = _prepared(layers, list(optimizers), old, new, staging, error)
     signatures = [exchange.signature for _, exchange in exchanges]
     digest = digest_of(old.physical_to_logical_LP, new.physical_to_logical_LP, *signatures)
-    distributed.agree(digest, "placement", error=error, device=staging.device)
+    distributed.agree(digest, "placement", error=error, device=memory.device)
     sent = 0
     for layer, exchange in exchanges:
-        sent += _moved(layer, len(layers), exchange, staging)
-    if staging.device.type != "cpu":
+        sent += _moved(layer, len(layers), exchange, memory)
+    if memory.device.type != "cpu":
         # The last row has arrived, or the error is here, before anybody relies on the new placement.
         torch.accelerator.synchronize()
     return MoveFigures(
         num_experts=num_experts_moved(old, new, num_ranks),
         bytes_sent=sent,
-        staged_bytes=len(staging),
+        staged_bytes=len(memory),
         seconds=time.perf_counter() - started,
     )
 
 
-Prepared = tuple[float, list[tuple[int, RowExchange]], Tensor, RoutePackError | None]
+Prepared = tuple[list[tuple[int, RowExchange]], Tensor, RoutePackError | None]
 
 
 def _prepared(
@@ -181,28 +182,50 @@ def _prepared(
     optimizers: list[torch.optim.Optimizer],
     old: ExpertPlacement,
     new: ExpertPlacement,
-    staging_bytes: int,
+    staging: StagingMemory,
     error: RoutePackError | None,
 ) -> Prepared:
-    """When it started, each exchange with its layer's number, staging memory for all of them, and what speaks against it."""
-    started = time.perf_counter()
+    """Each exchange with its layer's number, memory for all of them, and what speaks against it."""
     exchanges: list[tuple[int, RowExchange]] = []
     device = next(parameter.device for layer in layers for parameter in layer.parameters())
-    staging = torch.empty(0, dtype=torch.uint8, device=device)
-    staging_bytes = min(staging_bytes, CPU_STAGING_BYTES) if device.type == "cpu" else staging_bytes
+    memory = torch.empty(0, dtype=torch.uint8, device=device)
     if error is not None:
-        return started, exchanges, staging, error
+        return exchanges, memory, error
     try:
         for number, (layer, source_P) in enumerate(zip(layers, slot_sources(old, new), strict=True)):
             if (source_P != np.arange(len(source_P))).any():
-                exchanges += [(number, one) for one in layer_exchanges(layer, optimizers, source_P, staging_bytes)]
-        staging = _staging(max((exchange.staged_bytes for _, exchange in exchanges), default=0), device)
+                limit = staging.limit_on(device)
+                exchanges += [(number, one) for one in layer_exchanges(layer, optimizers, source_P, limit)]
+        memory = staging.take(max((exchange.staged_bytes for _, exchange in exchanges), default=0), device)
     except RoutePackError as caught:
         error = caught
-    return started, exchanges, staging, error
+    return exchanges, memory, error
 
 
-def _staging(num_bytes: int, device: torch.device) -> Tensor:
+@dataclass(kw_only=True)
+class StagingMemory:
+    """What a rank sends from and receives into."""
+
+    limit_bytes: int = STAGING_BYTES
+    """It is never more than this."""
+    _kept: Tensor | None = None
+
+    def limit_on(self, device: torch.device) -> int:
+        """The most bytes that it may have on *device*."""
+        return min(self.limit_bytes, CPU_STAGING_BYTES) if device.type == "cpu" else self.limit_bytes
+
+    def take(self, num_bytes: int, device: torch.device) -> Tensor:
+        """uint8 [num_bytes]. Raises PlanError where there is not so much."""
+        if device.type != "cpu":
+            return _allocated(num_bytes, device)  # torch keeps an accelerator's memory itself
+        # Fresh memory of a CPU is mapped page by page at the first touch, which takes longer than the copy.
+        if self._kept is None or len(self._kept) < num_bytes:
+            self._kept = None
+            self._kept = _allocated(num_bytes, device)
+        return self._kept[:num_bytes]
+
+
+def _allocated(num_bytes: int, device: torch.device) -> Tensor:
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch raises no narrower one on a CPU
