@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -41,7 +39,7 @@ class ReferencePolicy:
                 self.placement,
                 plan.placement,
                 num_ranks=trainer.expert_parallel_degree,
-                staging_bytes=cast(RoutePackTrainer.Config, trainer.config).staging_bytes,
+                staging=trainer.staging,
             )
             self.placement = plan.placement
             return trainer.log_probabilities(batch, plan)

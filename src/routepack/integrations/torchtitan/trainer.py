@@ -78,7 +78,7 @@ class RoutePackTrainer(Trainer):
         self._loss: TokenLoss | None = None
         self._means = TokenMeans()
         self.last_move = moves.MoveFigures()
-        self._staging = moves.StagingMemory(limit_bytes=config.staging_bytes)
+        self.staging = moves.StagingMemory(limit_bytes=config.staging_bytes)
         self.windows_done = 0
         self._torn: RankLostError | None = None
         self.prepare_initialization(config)
@@ -236,7 +236,7 @@ class RoutePackTrainer(Trainer):
                 self.placement,
                 placement,
                 num_ranks=self.parallel_dims.ep,
-                staging=self._staging,
+                staging=self.staging,
                 error=self._placement_error(placement),
             )
         except RankLostError as error:
