@@ -124,23 +124,23 @@ class Bench:
         shape = {"layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K}
         return synthetic(seed, num_sequences, vocab=MODEL["vocab_size"], **shape)
 
-    def planner(self, rerouter, packer):
+    def planner(self, rerouter, packer, **rules):
         return self.rp.Planner(
             topology=self.topology,
             rerouter=rerouter,
-            packer=packer(max_tokens=self.max_tokens),
+            packer=packer(max_tokens=self.max_tokens, **rules),
             cost_model=self.cost_model,
             sync=self.sync,
             num_proposals=self.args.num_proposals,
         )
 
-    def placed(self, batch, rerouter, packer):
+    def placed(self, batch, rerouter, packer, **rules):
         """The batch with rank 0's plan."""
         from routepack import distributed
         from routepack.steps import StepLoads
 
         demand = self.rp.RoutingDemandCollector().collect(batch)
-        plan = distributed.broadcast_plan(self.planner(rerouter, packer).plan(demand) if self.rank == 0 else None)
+        plan = distributed.broadcast_plan(self.planner(rerouter, packer, **rules).plan(demand) if self.rank == 0 else None)
         return Placed(batch, plan, StepLoads.planned(plan, demand))
 
     def arms(self, batch):
@@ -203,7 +203,10 @@ class Bench:
         batch = part(self.window(1000 + number, max(size, 8 * self.args.ranks)), half)
         self.kept.append(np.argsort(rng.random((LAYERS, batch.num_experts)), axis=1))
         rerouter = (rp.IdentityRerouter(), rp.ExpertRerouter(), self.Kept())[number % 3]
-        return self.placed(batch, rerouter, (rp.FirstFitPacker, rp.AttentionAwarePacker)[number // 3 % 2])
+        packer = (rp.FirstFitPacker, rp.AttentionAwarePacker)[number // 3 % 2]
+        # Some steps have more microbatches than they need: that is what tells a microbatch's overhead.
+        fewest = min(1 + number % 4, batch.num_sequences // self.args.ranks)
+        return self.placed(batch, rerouter, packer, min_microbatches=fewest)
 
     def measure(self):
         """Every arm, round by round."""

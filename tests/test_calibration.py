@@ -149,6 +149,11 @@ def test_loads_that_rise_and_fall_together_are_named():
         fit(records, "step")
 
 
+def test_one_step_of_another_size_does_not_stop_a_fit():
+    records = [*steps(20, "step", microbatches=2), *steps(1, "step", seed=5, microbatches=4)]
+    assert rates(fit(records, "step").cost_model) == pytest.approx(rates(RATES), rel=1e-6)
+
+
 def test_logs_of_two_topologies_are_refused():
     with pytest.raises(TraceError, match=r"\[\(2, 1\), \(4, 2\)\] \[ranks, groups\]"):
         fit([*steps(20, "step"), *steps(20, "step", ranks=2, groups=1)], "step")

@@ -330,7 +330,10 @@ def _held_out_errors(records: Sequence[StepRecord], sync: Sync, terms: np.ndarra
         rest = np.flatnonzero(fold_n != one)
         if not len(held):
             continue
-        theta, _ = _solve(StackedLoads.of([loads[n] for n in rest.tolist()]), seconds_n[rest], sync, terms)
+        known = StackedLoads.of([loads[n] for n in rest.tolist()])
+        # Without the few steps of another size there may be nothing left to tell an overhead per microbatch by.
+        told = terms & np.array([True, True, True, np.ptp(known.microbatches_n) > 0, True])
+        theta, _ = _solve(known, seconds_n[rest], sync, told)
         features = _features(StackedLoads.of([loads[n] for n in held.tolist()]), sync, theta)
         errors_n[held] = np.abs(features @ theta / seconds_n[held] - 1.0)
     return errors_n
