@@ -13,7 +13,7 @@ ROOT = Path(routepack.__file__).parent
 LEVELS = [
     {"errors", "checks", "files", "arrays"},
     {"recorded", "planned", "types"},
-    {"config", "communication", "cost", "flops", "bounds", "trace", "solvers", "formats"},
+    {"config", "communication", "cost", "steps", "calibration", "flops", "bounds", "trace", "solvers", "formats"},
     {"components"},
     {
         "locality",
@@ -25,6 +25,7 @@ LEVELS = [
         "background",
         "layout",
         "materialize",
+        "minibatches",
         "verification",
         "metrics",
         "report",
@@ -35,6 +36,8 @@ LEVELS = [
         "assembly",
         "distributed",
         "gathering",
+        "sequence_exchange",
+        "row_exchange",
         "testing",
     },
     {"cli", "integrations", "__init__", "__main__"},

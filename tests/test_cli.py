@@ -243,6 +243,69 @@ def test_a_reference_that_leads_nowhere_ends_with_1(routepack, trace, override):
     assert err.startswith("routepack: ")
 
 
+def step_log(path, *, steps=40):
+    """A log of steps that a known cost model takes under sync=layer; two EP groups."""
+    from routepack.calibration import MeasuredCost
+    from routepack.steps import StepLoads, StepRecord
+
+    rng, lines = np.random.default_rng(0), []
+    model = MeasuredCost(token_seconds=2e-4, pair_seconds=3e-7, expert_seconds=1e-5, step_seconds=0.2)
+    for step in range(steps):
+        tokens_MW, rows_MG = rng.integers(500, 1024, (3, 4)), rng.integers(5000, 9000, (3, 2))
+        pairs_MW, joined_rows_M = tokens_MW * rng.integers(50, 400, (3, 4)), rows_MG.max(axis=1) + rng.integers(0, 500, 3)
+        loads = StepLoads(tokens_MW=tokens_MW, pairs_MW=pairs_MW, rows_MG=rows_MG, joined_rows_M=joined_rows_M)
+        lines.append(StepRecord(loads=loads, seconds=model.predicted_seconds(loads, "layer"), step=step).to_json())
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_calibrate_writes_a_layer_that_plans_in_seconds(routepack, trace, tmp_path):
+    layer = tmp_path / "cost_model.yaml"
+    code, stdout, _ = routepack("calibrate", step_log(tmp_path / "steps.jsonl"), "--out", layer)
+    assert code == 0
+    assert "sync=layer predicts best" in stdout
+    assert "expert_seconds: 1.000000e-05" in layer.read_text()
+    out = tmp_path / "plan.safetensors"
+    code, stdout, _ = routepack("plan", PLAN, layer, f"trace={trace}", f"out={out}", *SMALL)
+    assert code == 0
+    assert "step, sync=layer (s)" in stdout
+    assert load_plan(out).cost["model"] == "MeasuredCost"
+
+
+def test_calibrate_keeps_the_sync_where_the_groups_are_one(routepack, tmp_path):
+    lines = [json.loads(line) for line in step_log(tmp_path / "steps.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["rows_MG"] = [[rows[0]] for rows in line["rows_MG"]]
+        line["joined_rows_M"] = [rows[0] for rows in line["rows_MG"]]
+    log = tmp_path / "one.jsonl"
+    log.write_text("\n".join(map(json.dumps, lines)))
+    code, stdout, _ = routepack("calibrate", log, "--out", tmp_path / "layer.yaml", "--sync", "microbatch", "--json")
+    assert code == 0
+    assert json.loads(stdout)["sync"] == "microbatch"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read"), ("", "no step is logged"), ("x", "line 1: not JSON"), ("few", "cannot tell")],
+)
+def test_calibrate_refuses_a_log_that_tells_nothing(routepack, tmp_path, content, message):
+    log = tmp_path / "steps.jsonl"
+    if content == "few":
+        step_log(log, steps=3)
+    elif content is not None:
+        log.write_text(content)
+    code, _, err = routepack("calibrate", log, "--out", tmp_path / "layer.yaml")
+    assert code == 1
+    assert message in err
+    assert not (tmp_path / "layer.yaml").exists()
+
+
+def test_calibrate_refuses_an_unknown_sync(routepack, tmp_path):
+    code, _, err = routepack("calibrate", step_log(tmp_path / "steps.jsonl"), "--sync", "epoch")
+    assert code == 1
+    assert "choose step, microbatch, layer" in err
+
+
 def test_inspect_shows_routing_and_gains_and_writes_all_figures(routepack, trace, tmp_path):
     out = tmp_path / "figures.json"
     code, stdout, _ = routepack(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from routepack import formats, solvers, testing
     from routepack.background import BackgroundPlanner, PlanTiming
+    from routepack.calibration import MeasuredCost
     from routepack.communication import FreeLinks, Links, LinkSpeeds, WindowNormalizedLinks, copies_across
     from routepack.components.baselines import (
         EPLBRerouter,
@@ -50,6 +51,7 @@ _NAMES = {
         "UnequalKarmarkarKarpPacker",
     ),
     "background": ("BackgroundPlanner", "PlanTiming"),
+    "calibration": ("MeasuredCost",),
     "communication": ("FreeLinks", "LinkSpeeds", "Links", "WindowNormalizedLinks", "copies_across"),
     "components.collector": ("RoutingDemandCollector",),
     "components.hierarchical": ("HierarchicalRerouter",),
@@ -94,6 +96,7 @@ __all__ = [
     "LPTRerouter",
     "LinkSpeeds",
     "Links",
+    "MeasuredCost",
     "ModifiedFirstFitPacker",
     "MoveIfItPays",
     "MovePolicy",

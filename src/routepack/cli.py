@@ -1,4 +1,4 @@
-"""``routepack train | plan | verify | convert | inspect | report | check``. Exits: 0 done, 1 wrong input, 2 wrong usage."""
+"""``routepack train | plan | verify | convert | inspect | report | calibrate | check``. Exits: 0 done, 1 wrong input, 2 usage."""
 
 from __future__ import annotations
 
@@ -161,6 +161,76 @@ def report(
     window = None if trace is None else load_window(trace)
     write_report(load_plan(plan), out, window, plan_name=plan.name, trace_name="" if trace is None else trace.name)
     typer.echo(f"{out}: {out.stat().st_size / 1e3:.0f} KB, open it in a browser.")
+
+
+@app.command()
+def calibrate(
+    logs: Annotated[list[Path], typer.Argument(metavar="STEPS...", help="What trainer.step_log wrote: routepack.steps/1.")],
+    out: Annotated[Path, typer.Option("--out", help="The config layer to write.")] = Path("cost_model.yaml"),
+    sync: Annotated[
+        str, typer.Option("--sync", help="What the plans were made for; kept where nothing predicts better.")
+    ] = "step",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
+) -> None:
+    """Fit a cost model in seconds to logged steps, and find which ``sync`` predicts them best."""
+    from dataclasses import asdict
+
+    from routepack.calibration import best_sync
+    from routepack.calibration import calibrate as fits_of
+    from routepack.steps import load_steps
+    from routepack.types import SYNCS
+
+    if sync not in SYNCS:
+        raise ConfigError(f"--sync {sync!r} is unknown: choose {', '.join(SYNCS)}.")
+    records = load_steps(logs)
+    if not records:
+        raise ConfigError(f"{', '.join(map(str, logs))}: no step is logged: train with trainer.step_log set.")
+    fits = fits_of(records)
+    chosen = best_sync({name: one.error for name, one in fits.items()}, configured=sync)
+    with atomic_path(out) as path:
+        path.write_text(calibrated_layer(fits[chosen], logs))
+    if as_json:
+        typer.echo(json.dumps({"out": str(out), "sync": chosen, "fits": {name: asdict(one) for name, one in fits.items()}}))
+        return
+    console = Console()
+    console.print(calibration_table(fits))
+    same = " One EP group: the three are the same." if records[0].loads.num_groups == 1 else ""
+    why = "predicts best" if chosen != sync else "is kept: nothing predicts better"
+    console.print(f"\nsync={chosen} {why}.{same} Use it: routepack plan configs/plan.yaml {out}", soft_wrap=True)
+
+
+def calibrated_layer(fit: Any, logs: list[Path]) -> str:
+    """The YAML of a config layer: ``sync`` and the fitted cost model."""
+    from routepack.calibration import TERMS
+
+    names = ", ".join(log.name for log in logs)
+    lines = [
+        f"# routepack calibrate: {fit.num_steps} steps of {names}; sync={fit.sync} predicts held-out steps",
+        f"# within {fit.error:.1%} (median; 90 % within {fit.error_p90:.1%}). Holds for the log's model, device and topology.",
+        f"sync: {fit.sync}",
+        "cost_model:",
+        "  _target_: routepack.MeasuredCost",
+        *(f"  {name}: {getattr(fit.cost_model, name):.6e}" for name in TERMS),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def calibration_table(fits: Any) -> Table:
+    """Rates, their shares of a step, and errors, for every ``sync``."""
+    from routepack.calibration import TERMS
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for name in fits:
+        table.add_column(f"sync={name}", justify="right")
+    table.add_row("held-out error, median", *(f"{one.error:.2%}" for one in fits.values()))
+    table.add_row("  90th percentile", *(f"{one.error_p90:.2%}" for one in fits.values()))
+    for term in TERMS:
+        label = term.removesuffix("_seconds")
+        table.add_row(f"seconds per {label}", *(f"{getattr(one.cost_model, term):.3e}" for one in fits.values()))
+        shares = (f"{one.shares[term]:.1%} ± {one.uncertainty[term]:.1%}" for one in fits.values())
+        table.add_row("  share of a step", *shares)
+    return table
 
 
 @app.command()

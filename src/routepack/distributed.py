@@ -1,6 +1,7 @@
-"""RoutePack's collectives: agreeing on a plan, sharing it, and exchanging expert rows. Every function here is collective.
+"""RoutePack's collectives: agreeing on a plan, sharing it, and exchanging rows. Every function here is collective.
 
-Without an initialised process group each acts as on a single rank.
+Without an initialised process group each acts as on a single rank. Where a rank is lost, the others get a RankLostError that
+says what was going on.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn, TypeVar, cast
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from routepack.errors import PlanError, RoutePackError
+from routepack.errors import PlanError, RankLostError, RoutePackError
 from routepack.planned import Plan
 
 T = TypeVar("T")
@@ -33,11 +34,41 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+TRANSPORT_SAYS = ("gloo", "nccl", "connection", "timed out", "timeout", "broken pipe", "processgroup")
+"""What the message of an error has in it where a collective failed, in any case of letters."""
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """Name what was going on where a collective inside the block fails: *what* follows "while".
+
+    Raises RankLostError in place of the transport's own error; other errors pass.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # torch raises a bare RuntimeError where gloo loses a peer, as it does for much else.
+        if not isinstance(error, dist.DistError) and not any(word in str(error).lower() for word in TRANSPORT_SAYS):
+            raise
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RankLostError(
+            f"rank {this_rank()} lost another rank while {what} ({first_line}). Start again: a run with checkpoints resumes "
+            "from the last complete one."
+        ) from error
+
+
+def backend_device() -> torch.device:
+    """Where tensors must lie for the world's collectives: on the accelerator if its backend is NCCL, else on the CPU."""
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.accelerator.current_device_index()) if nccl else torch.device("cpu")
+
+
 def broadcast_plan(plan: Plan | None, *, source: int = 0) -> Plan:
     """Rank *source*'s plan, on every rank."""
     if num_ranks() > 1:
         shared = [plan if this_rank() == source else None]
-        dist.broadcast_object_list(shared, src=source)
+        with together(f"rank {source} planned"):
+            dist.broadcast_object_list(shared, src=source)
         plan = shared[0]
     if plan is None:
         raise PlanError(f"rank {source} has no plan to share.")
@@ -63,7 +94,8 @@ def from_rank(source: int, make: Callable[[], T], what: str) -> T:
     said = f"{type(error).__name__}: {error}" if error is not None else ""
     if num_ranks() > 1:
         shared = [(value, said)]
-        dist.broadcast_object_list(shared, src=source)
+        with together(f"rank {source} made the {what}"):
+            dist.broadcast_object_list(shared, src=source)
         value, said = shared[0]
     if error is not None:
         raise error
@@ -72,21 +104,30 @@ def from_rank(source: int, make: Callable[[], T], what: str) -> T:
     return cast(T, value)
 
 
-def agree(digest: str, what: str, *, error: RoutePackError | None = None, device: torch.device | str = "cpu") -> None:
+def meet(what: str) -> None:
+    """Wait until every rank is here; *what* says in an error what was going on."""
+    if num_ranks() > 1:
+        with together(what):
+            dist.barrier()
+
+
+def agree(digest: str, what: str, *, error: RoutePackError | None = None, device: torch.device | str | None = None) -> None:
     """Go on only if no rank has an *error* and all hold the same *digest* of *what*; otherwise every rank raises.
 
     A rank with an error raises that one, the others a PlanError: no rank is left waiting in a later collective.
 
     Args:
         digest: hexadecimal, such as ``plan.content_digest()``.
+        device: of the tensors that are compared; None: one that the ranks' backend takes.
     """
     words = np.frombuffer(bytes.fromhex(digest)[:32].ljust(32, b"\0"), dtype=np.int64)
-    mine = torch.tensor([int(error is not None), *words.tolist()], dtype=torch.int64, device=device)
+    mine = torch.tensor([int(error is not None), *words.tolist()], dtype=torch.int64, device=device or backend_device())
     lowest, highest = mine, mine.clone()
     if num_ranks() > 1:
         lowest = mine.clone()
-        dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        with together(f"ranks compared their {what}"):
+            dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX)
     if error is not None:
         raise error
     if highest[0]:
@@ -98,76 +139,45 @@ def agree(digest: str, what: str, *, error: RoutePackError | None = None, device
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RowMoves:
-    """Which rows of a sharded tensor go where; the same on all ranks that exchange. A row is an expert's slot.
+def exchange(arriving: Tensor, leaving: Tensor, num_arriving: Sequence[int], num_leaving: Sequence[int]) -> None:
+    """One ragged all-to-all of rows [rows, ...], sorted by the rank they come from and go to; *arriving* is filled.
 
-    Afterwards slot p holds what slot ``source_P[p]`` held.
+    Raises RankLostError where another rank does not answer.
     """
-
-    rank_of_P: np.ndarray
-    """int64 [P]: the world rank that holds each slot."""
-    row_of_P: np.ndarray
-    """int64 [P]: the slot's row in that rank's shard."""
-    source_P: np.ndarray
-    """int64 [P]: a permutation."""
-
-    def sent_rows(self, rank: int, world_size: int) -> list[np.ndarray]:
-        """For each rank of the world, the rows of *rank*'s shard that go there, by target slot."""
-        moved_P = np.flatnonzero(self.source_P != np.arange(len(self.source_P)))
-        moved_P = moved_P[self.rank_of_P[self.source_P[moved_P]] == rank]
-        return [self.row_of_P[self.source_P[moved_P[self.rank_of_P[moved_P] == other]]] for other in range(world_size)]
-
-    def received_rows(self, rank: int, world_size: int) -> list[np.ndarray]:
-        """For each rank of the world, the rows of *rank*'s shard that come from there, by target slot."""
-        moved_P = np.flatnonzero((self.source_P != np.arange(len(self.source_P))) & (self.rank_of_P == rank))
-        return [self.row_of_P[moved_P[self.rank_of_P[self.source_P[moved_P]] == other]] for other in range(world_size)]
+    begin_exchange(arriving, leaving, num_arriving, num_leaving)()
 
 
-@torch.no_grad()
-def exchange_rows(shards: Sequence[Tensor], moves: RowMoves) -> int:
-    """Carry out *moves* in place, in one ragged all-to-all for all *shards*; gives the rows that this rank sent to others.
+def begin_exchange(
+    arriving: Tensor, leaving: Tensor, num_arriving: Sequence[int], num_leaving: Sequence[int]
+) -> Callable[[], None]:
+    """As :func:`exchange`, which ends when what this gives is called; until then both tensors must be left alone."""
+    if num_ranks() == 1:
+        return lambda: None
+    with together("rows were exchanged"):
+        work = dist.all_to_all_single(arriving, leaving, list(num_arriving), list(num_leaving), async_op=True)
 
-    Rows travel as bytes, so shards may differ in dtype and nothing is rounded. Only rows that move are copied.
+    def end() -> None:
+        with together("rows were exchanged"):
+            cast(dist.Work, work).wait()
 
-    Args:
-        shards: this rank's shards, each [rows, ...] with the same rows; same number, dtypes and widths on every rank.
-    """
-    rank, world_size = this_rank(), num_ranks()
-    sent, received = moves.sent_rows(rank, world_size), moves.received_rows(rank, world_size)
-    payload = _pack(shards, np.concatenate(sent))
-    arrived = payload.new_empty((sum(map(len, received)), payload.shape[1]))
-    if world_size > 1:
-        dist.all_to_all_single(arrived, payload, [len(rows) for rows in received], [len(rows) for rows in sent])
-    else:
-        arrived = payload
-    _unpack(shards, np.concatenate(received), arrived)
-    return sum(len(rows) for other, rows in enumerate(sent) if other != rank)
+    return end
 
 
-def _pack(shards: Sequence[Tensor], rows: np.ndarray) -> Tensor:
-    index = torch.from_numpy(rows).to(shards[0].device)
-    # An index copies, so the shards may be overwritten while the payload is still needed.
-    parts = [shard[index].reshape(len(rows), _width(shard)).contiguous().view(torch.uint8) for shard in shards]
-    return torch.cat(parts, dim=1)
-
-
-def _unpack(shards: Sequence[Tensor], rows: np.ndarray, payload: Tensor) -> None:
-    index = torch.from_numpy(rows).to(shards[0].device)
-    widths = [_width(shard) * shard.element_size() for shard in shards]
-    for shard, part in zip(shards, payload.split(widths, dim=1), strict=True):
-        values = part.contiguous().view(shard.dtype).reshape(len(rows), *shard.shape[1:])
-        shard.index_copy_(0, index, values)
-
-
-def _width(shard: Tensor) -> int:
-    return int(np.prod(shard.shape[1:]))
+def from_all(value: T, what: str) -> list[T]:
+    """Every rank's *value*, by rank, on every rank; *what* names them in an error."""
+    values: list[T] = [value]
+    if num_ranks() > 1:
+        values = values * num_ranks()
+        with together(f"{what} was gathered"):
+            dist.all_gather_object(values, value)
+    return values
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
     """The sum of *values* over all ranks, in place."""
     if num_ranks() > 1:
-        dist.all_reduce(values)
+        with together("figures were summed"):
+            dist.all_reduce(values)
     return values
 
 
@@ -188,8 +198,10 @@ def gather_bytes(payload: bytes, *, device: torch.device | str = "cpu") -> list[
 def leave(status: int = 0) -> NoReturn:
     """End this rank's process, its work being done and saved: with the other ranks if *status* is 0, else alone.
 
-    Python's ordinary way out takes the interpreter down while gloo's threads still run, and one of them that asks for the
-    interpreter's lock at that moment aborts the whole process, after everything was complete. This way skips that.
+    Python's ordinary way out takes the interpreter down while other threads still run. One that then asks for the
+    interpreter's lock, as gloo's do to call back and to drop Python objects, is ended inside torch's C++ code, which aborts
+    the whole process ("terminate called without an active exception") after everything was complete. This way takes
+    nothing down.
     """
     if dist.is_initialized() and status == 0:
         dist.barrier()

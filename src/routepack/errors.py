@@ -23,3 +23,11 @@ class InfeasibleError(RoutePackError):
 
 class PlanError(RoutePackError):
     """A plan that does not fit its trace, or that is not what its own figures say."""
+
+
+class RankLostError(RoutePackError):
+    """Another rank ended, or no longer answers, while all had to work together; the message says at what."""
+
+
+class CheckpointError(RoutePackError):
+    """A checkpoint that cannot be written, or does not fit the model that it is loaded into."""

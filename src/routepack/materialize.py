@@ -67,7 +67,14 @@ def microbatches(plan: Plan, batch: RolloutBatch, rank: int, *, pad_to_multiple_
     if not 0 <= rank < plan.topology.data_parallel_degree:
         raise ConfigError(f"rank={rank} is not one of the plan's {plan.topology.data_parallel_degree} data-parallel ranks.")
     whole("pad_to_multiple_of", pad_to_multiple_of, least=1)
-    cells = (plan.packing.sequences_of(microbatch, rank) for microbatch in range(plan.num_microbatches))
+    cells = [plan.packing.sequences_of(microbatch, rank) for microbatch in range(plan.num_microbatches)]
+    return of_cells(plan, batch, cells, rank, pad_to_multiple_of=pad_to_multiple_of)
+
+
+def of_cells(
+    plan: Plan, batch: RolloutBatch, cells: Sequence[np.ndarray], rank: int, *, pad_to_multiple_of: int = 1
+) -> list[Microbatch]:
+    """The microbatches of these sequences of *batch*, int64 [S of the cell] each; padded as on *rank* under *plan*."""
     return [_padded(microbatch_of(batch, sequences), plan, rank, pad_to_multiple_of) for sequences in cells]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -23,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from routepack import distributed, materialize
 from routepack.components.packer import AttentionAwarePacker
 from routepack.errors import PlanError, RoutePackError
-from routepack.integrations.torchtitan import model, moves, overrides
+from routepack.integrations.torchtitan import initialization, model, moves, overrides
+from routepack.integrations.torchtitan import settings as settings_module
 from routepack.integrations.torchtitan.experts import TritonExperts
 from routepack.integrations.torchtitan.launch import build_experiment, load
 from routepack.integrations.torchtitan.losses import CrossEntropyTokenLoss, GRPOTokenLoss, TokenLoss
@@ -34,7 +36,7 @@ from routepack.integrations.torchtitan.settings import TrainerSettings
 from routepack.integrations.torchtitan.trainer import RoutePackTrainer
 from routepack.planner import Planner
 from routepack.testing import synthetic_batch
-from routepack.types import Plan, RolloutBatch, Topology
+from routepack.types import ExpertPlacement, Plan, RolloutBatch, Topology
 
 NUM_STEPS = 10
 CHECKS: dict[str, Callable[..., Any]] = {}
@@ -49,7 +51,7 @@ def build_trainer(
     ep: int, *, cls: type[RoutePackTrainer] = RoutePackTrainer, tiny: dict | None = None, **changes: Any
 ) -> RoutePackTrainer:
     torch.manual_seed(1 + dist.get_rank())  # what the ranks drew before must not matter
-    settings = TrainerSettings(expert_parallel_degree=ep, seed=7, **{"dump_folder": tempfile.gettempdir(), **changes})
+    settings = TrainerSettings(expert_parallel_degree=ep, **{"seed": 7, "dump_folder": tempfile.gettempdir(), **changes})
     return cls.from_settings(model=TinyQwen3MoE(**(tiny or {})), settings=settings)
 
 
@@ -165,7 +167,7 @@ def keeps(ep: int, experts: str) -> dict[str, Any]:
 @check
 def trains_with_moments_left_behind(ep: int) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as fault:
-        fault.setattr(moves, "_moments", lambda parameter, state: iter(()))
+        fault.setattr(moves, "state_tensors", lambda state, prefix="": iter(()))
         return train(build_trainer(ep), "shuffled")
 
 
@@ -196,14 +198,14 @@ def trains_with_local_normalization(ep: int) -> dict[str, Any]:
 class StockInitTrainer(RoutePackTrainer):
     """Keeps TorchTitan's own initialisation."""
 
-    def load_full_state(self, state):
+    def prepare_initialization(self, config):
         """Nothing."""
 
 
 @check
-def starts_from(ep: int, stock: bool) -> bool:
+def starts_from(ep: int, stock: bool, **changes: Any) -> bool:
     """Whether the trainer starts from the values of the local copy."""
-    trainer = build_trainer(ep, cls=StockInitTrainer if stock else RoutePackTrainer)
+    trainer = build_trainer(ep, cls=StockInitTrainer if stock else RoutePackTrainer, **changes)
     local = dict(build_local_model(TinyQwen3MoE(), seed=7).named_parameters())
     return all(torch.equal(value, local[name]) for name, value in trainer.logical_state_dict().items())
 
@@ -335,24 +337,212 @@ def local_log_probabilities(trainer: RoutePackTrainer, batch: RolloutBatch) -> n
 
 
 @check
-def resumes(ep: int, folder: str) -> dict[str, Any]:
-    """The step after a checkpoint, without and with everything lost and loaded again in between."""
-    trainer = build_trainer(ep, checkpoint_interval=2, dump_folder=folder)
+def moves_every_step(
+    ep: int, num_steps: int = 20, fault: str = "", sums_in_rank_order: bool = False, **changes: Any
+) -> dict[str, Any]:
+    """Twenty steps with all experts moved before each, and without any move, else the same: tensors that differ at the end."""
+    if sums_in_rank_order:
+        with pytest.MonkeyPatch.context() as ordered:
+            ordered.setattr(dist, "reduce_scatter_tensor", reduce_scatter_in_rank_order)
+            return moves_every_step(ep, num_steps, fault, **changes)
+    tiny = {name: changes.pop(name) for name in ("num_experts", "top_k", "num_layers") if name in changes}
+    changes = {"max_norm": 1e9, **changes}
+    with pytest.MonkeyPatch.context() as broken:
+        if fault == "moments left behind":
+            broken.setattr(moves, "state_tensors", lambda state, prefix="": iter(()))
+        if fault == "mapping not applied":
+            broken.setattr(overrides.PlacedRoutedExperts, "set_placement", lambda self, slots: None)
+        moved = trained(build_trainer(ep, tiny=tiny, **changes), num_steps, tiny, moving=True)
+    still = trained(build_trainer(ep, tiny=tiny, **changes), num_steps, tiny, moving=False)
+    apart = {
+        name: float(np.abs(value - moved["tensors"][name]).max())
+        for name, value in still["tensors"].items()
+        if not np.array_equal(value, moved["tensors"][name])
+    }
+    return {
+        "apart": apart,
+        "largest": max(apart.values(), default=0.0),
+        "losses": [still["losses"], moved["losses"]],
+        "moved": moved["moved"],
+        "num_tensors": len(moved["tensors"]),
+        "placements": still["placements"],
+    }
+
+
+def reduce_scatter_in_rank_order(
+    output: torch.Tensor, input: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> None:
+    """A sum that adds rank 0's first wherever an element lies; gloo's ring starts at a rank that depends on that."""
+    parts = [torch.empty_like(input) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, input.contiguous(), group=group)
+    output.copy_(torch.stack(parts).sum(0).chunk(len(parts))[dist.get_rank(group)].view_as(output))
+
+
+def trained(trainer: RoutePackTrainer, num_steps: int, tiny: dict[str, int], *, moving: bool) -> dict[str, Any]:
+    num_experts, top_k = tiny.get("num_experts", windows.NUM_EXPERTS), tiny.get("top_k", windows.TOP_K)
+    losses, moved = [], 0
+    for step in range(num_steps):
+        batch = windows.window(step, num_experts=num_experts, top_k=top_k)
+        plan = windows.shuffled_plan(batch, topology_of(trainer), step)
+        if not moving:
+            plan = replace(plan, placement=ExpertPlacement.identity(batch.num_layers, num_experts))
+        figures = trainer.update(batch, plan, loss_of_step(step))
+        losses.append(figures["loss"])
+        moved += figures["experts_moved"]
+    placements = sorted({str(parameter.placements) for parameter in parameters_of_experts(trainer)})
+    return {"tensors": everything(trainer), "losses": losses, "moved": moved, "placements": placements}
+
+
+@check
+def moves_further_state(ep: int) -> dict[str, Any]:
+    """Optimizer state of other shapes than the weights: one number, or one row, for each expert, sharded or not."""
+    trainer = build_trainer(ep)
+    batch = windows.window(0)
+    trainer.update(batch, windows.first_fit_plan(batch, topology_of(trainer)), CrossEntropyTokenLoss())
+    optimizer, parameters = next(iter(trainer.optimizers)), parameters_of_experts(trainer)
+    for parameter in parameters:
+        rows = moves.ShardLayout.of(parameter).rows_of_rank[dist.get_rank()]
+        sharded = [DTensor.from_local(value, parameter.device_mesh, parameter.placements) for value in of_slots(rows)[1:]]
+        optimizer.state[parameter]["age"] = of_slots(rows)[0]
+        optimizer.state[parameter]["factors"] = {"rows": sharded[0], "counts": sharded[1]}
+    trainer.move_experts(windows.random_placement(3))
+    slots_LP = trainer.placement.physical_to_logical_LP
+    right = []
+    for number, parameter in enumerate(parameters):
+        rows = slots_LP[number // 3][moves.ShardLayout.of(parameter).rows_of_rank[dist.get_rank()]]
+        state, expected = optimizer.state[parameter], of_slots(rows)
+        right.append(torch.equal(state["age"], expected[0]))
+        right += [torch.equal(state["factors"][k].to_local(), e) for k, e in zip(("rows", "counts"), expected[1:], strict=True)]
+    optimizer.state[parameters[0]]["shared"] = torch.zeros(5)
+    refused = message_of(lambda: trainer.move_experts(windows.random_placement(4)))
+    same = np.array_equal(trainer.placement.physical_to_logical_LP, slots_LP)
+    return {"right": right, "refused": refused, "kept_placement": same}
+
+
+def of_slots(slots: np.ndarray) -> list[torch.Tensor]:
+    """What stands for each slot's state: a number, a row, and a whole number."""
+    numbers = torch.from_numpy(slots.astype(np.int64))
+    return [numbers.double(), numbers[:, None].bfloat16() * torch.ones(1, 7, dtype=torch.bfloat16), numbers.clone()]
+
+
+@check
+def stages_little(ep: int, staging_bytes: int) -> dict[str, Any]:
+    """The most memory that a move allocates beyond what it had, as torch's own allocator counts it, and what it moved."""
+    trainer = build_trainer(ep, staging_bytes=staging_bytes, tiny={"dim": 128, "moe_hidden_dim": 128})
+    batch = windows.window(0)
+    trainer.update(batch, windows.first_fit_plan(batch, topology_of(trainer)), CrossEntropyTokenLoss())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        trainer.move_experts(windows.random_placement(3))
+    sizes = [event.cpu_memory_usage for event in profile.events() if event.cpu_memory_usage > 0]
+    return {"allocated": sorted(sizes), "staged": trainer.last_move.staged_bytes, "sent": trainer.last_move.bytes_sent}
+
+
+@check
+def saves(ep: int, folder: str, fault: str = "", **changes: Any) -> dict[str, Any]:
+    """Trains four steps with a move each and saves after the second; what the next two gave, and all logical tensors."""
+    cls = SlotSavingTrainer if fault == "slots" else RoutePackTrainer
+    trainer = with_checkpoints(ep, folder, cls=cls, **changes)
     batch, topology = windows.window(0), topology_of(trainer)
     for step in range(2):
         trainer.update(batch, windows.shuffled_plan(batch, topology, step), CrossEntropyTokenLoss())
-    saved = trainer.placement.physical_to_logical_LP
+    placement, saved = trainer.placement.physical_to_logical_LP, everything(trainer)
+    went_on = go_on(trainer)
+    trainer.checkpointer.maybe_wait_for_saving()
+    return {"saved": saved, "placement": placement, "went_on": went_on}
+
+
+class SlotSavingTrainer(RoutePackTrainer):
+    """Takes every slot for the expert of the same number where it saves."""
+
+    def logical_of_parameter(self):
+        return {name: np.arange(len(logical_P)) for name, logical_P in super().logical_of_parameter().items()}
+
+
+@check
+def draws_one_at_a_time(ep: int) -> int:
+    """The most full parameters that were in memory at once while the trainer was built."""
+    alive, most, empty_like = weakref.WeakSet(), 0, initialization._empty_like
+
+    def counted(parameter: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        full = empty_like(parameter)
+        alive.add(full)
+        most = max(most, len(alive))
+        return full
+
+    with pytest.MonkeyPatch.context() as counting:
+        counting.setattr(initialization, "_empty_like", counted)
+        build_trainer(ep)
+    return most
+
+
+@check
+def loads(ep: int, folder: str, stock: bool = False, **changes: Any) -> dict[str, Any]:
+    """What another trainer, with other weights at other places, has after loading the last step; and its next two steps."""
+    trainer = with_checkpoints(ep, folder, stock=stock, **{"seed": 8, **changes})
+    if not stock:
+        batch = windows.window(1)
+        trainer.update(batch, windows.shuffled_plan(batch, topology_of(trainer), 5), CrossEntropyTokenLoss())
+    step = trainer.resume()
+    placement, loaded = trainer.placement.physical_to_logical_LP, everything(trainer)
+    return {"step": step, "loaded": loaded, "placement": placement, "went_on": go_on(trainer)}
+
+
+def with_checkpoints(ep: int, folder: str, *, stock: bool = False, **changes: Any) -> RoutePackTrainer:
+    """A trainer that saves every other step, or one with TorchTitan's own checkpoints, which know no placement."""
+    # TorchTitan is imported after RoutePack has chosen its device.
+    from torchtitan.components.checkpoint import CheckpointManager
+
+    with pytest.MonkeyPatch.context() as manager:
+        if stock:
+            manager.setattr(settings_module, "PlacedCheckpointManager", CheckpointManager)
+        return build_trainer(ep, checkpoint_interval=2, dump_folder=folder, **changes)
+
+
+@check
+def saves_as_torchtitan(ep: int, folder: str) -> dict[str, Any]:
+    """Two steps, experts in the slots of their numbers, saved by TorchTitan's own manager."""
+    trainer = with_checkpoints(ep, folder, stock=True)
+    batch = windows.window(0)
+    for _ in range(2):
+        trainer.update(batch, windows.first_fit_plan(batch, topology_of(trainer)), CrossEntropyTokenLoss())
+    return {"saved": everything(trainer)}
+
+
+def go_on(trainer: RoutePackTrainer) -> dict[str, Any]:
+    """Two more steps, not saved."""
+    batch, topology = windows.window(0), topology_of(trainer)
     plans = [windows.shuffled_plan(batch, topology, seed) for seed in (8, 9)]
-    went_on = [trainer.update(batch, plan, CrossEntropyTokenLoss())["loss"] for plan in plans]
-    other = build_trainer(ep, checkpoint_interval=2, dump_folder=folder)
-    other.update(batch, plans[0], CrossEntropyTokenLoss())
-    other.checkpointer.load(step=2)
-    restored = np.array_equal(other.placement.physical_to_logical_LP, saved)
-    return {
-        "went_on": went_on,
-        "resumed": [other.update(batch, plan, CrossEntropyTokenLoss())["loss"] for plan in plans],
-        "placement_restored": restored,
-    }
+    losses = [trainer.update(batch, plan, CrossEntropyTokenLoss(), save=False)["loss"] for plan in plans]
+    return {"losses": losses, "tensors": everything(trainer)}
+
+
+def everything(trainer: RoutePackTrainer) -> dict[str, np.ndarray]:
+    """All parameters and moments in full, experts in logical order, by DTensor's own gathering."""
+    tensors, orders = {}, {}
+    for layer, placed in enumerate(overrides.placed_layers(trainer.model)):
+        order = torch.from_numpy(trainer.placement.logical_to_physical_LE[layer].astype(np.int64))
+        orders.update({id(parameter): order for parameter in placed.inner_experts.parameters()})
+    for name, parameter in trainer.model.named_parameters():
+        parts = {name: parameter}
+        for optimizer in trainer.optimizers:
+            state = optimizer.state.get(parameter, {})
+            parts.update({f"{name}/{key}": value for key, value in state.items() if value.numel() > 1})
+        for key, value in parts.items():
+            full = value.full_tensor().detach()
+            full = full[orders[id(parameter)]] if id(parameter) in orders else full
+            tensors[key] = full.float().numpy().copy()
+    return tensors
+
+
+@check
+def exports(ep: int, folder: str, seed: int | None, **changes: Any) -> list[str]:
+    """Writes the weights in Hugging Face's format after moving the experts, or before."""
+    trainer = build_trainer(ep, **changes)
+    if seed is not None:
+        trainer.move_experts(windows.random_placement(seed))
+    trainer.export_huggingface(folder, dtype=torch.float32)
+    return sorted(path.name for path in Path(folder).iterdir())
 
 
 @check
@@ -368,6 +558,7 @@ def refuses(ep: int) -> dict[str, str]:
         "other_plan": lambda: trainer.update(batch, windows.shuffled_plan(batch, topology, rank), CrossEntropyTokenLoss()),
         "broken_batch_on_rank_0": lambda: trainer.update(broken, same, CrossEntropyTokenLoss()),
         "other_placement": lambda: trainer.move_experts(windows.random_placement(rank)),
+        "no_memory_on_rank_1": lambda: move_without_memory(trainer),
         "other_topology": lambda: trainer.log_probabilities(
             batch, windows.shuffled_plan(batch, windows.topology(2 * topology.data_parallel_degree, ep), 0)
         ),
@@ -375,6 +566,14 @@ def refuses(ep: int) -> dict[str, str]:
     messages = {name: message_of(attempt) for name, attempt in attempts.items()}
     identity = trainer.placement.physical_to_logical_LP == np.arange(windows.NUM_EXPERTS)
     return {**messages, "moved_nothing": str(bool(identity.all()))}
+
+
+def move_without_memory(trainer: RoutePackTrainer) -> None:
+    original = moves._allocated
+    with pytest.MonkeyPatch.context() as memory:
+        if dist.get_rank() == 1:
+            memory.setattr(moves, "_allocated", lambda num_bytes, device: original(2**60, device))
+        trainer.move_experts(windows.random_placement(5))
 
 
 def message_of(attempt: Callable[[], Any]) -> str:

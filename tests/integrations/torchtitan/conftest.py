@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-collect_ignore = ["checks.py", "windows.py", "worker.py"]
+collect_ignore = ["checks.py", "checks_step.py", "faults.py", "windows.py", "worker.py"]
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[2] / "src"
@@ -102,6 +102,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("replays selective", "replays", {"ep": 1, "activation_checkpoint": "selective"}),
         ("replays full", "replays", {"ep": 1, "activation_checkpoint": "full"}),
         ("log_probabilities", "gives_log_probabilities", {"ep": 1}),
+        ("moves every step", "moves_every_step", {"ep": 1}),
         ("stock experts", "trains_stock_experts_in_float32", {"ep": 1, "plans": "first_fit"}),
         trains_with(TRITON, 1, "first_fit"),
         trains_with(RECOMPUTING, 1, "first_fit"),
@@ -130,14 +131,26 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("replays", "replays", {"ep": 2}),
         ("log_probabilities", "gives_log_probabilities", {"ep": 2}),
         ("refuses", "refuses", {"ep": 2}),
-        ("resumes", "resumes", {"ep": 2, "folder": str(folder / "checkpoints")}),
+        ("moves every step", "moves_every_step", {"ep": 2}),
+        ("moves further state", "moves_further_state", {"ep": 2}),
+        ("stages little", "stages_little", {"ep": 2, "staging_bytes": 2**16}),
+        ("draws", "draws_one_at_a_time", {"ep": 2}),
+        *saved_and_loaded(folder / "checkpoints", {"ep": 2}, again={"ep": 2}, alone={"ep": 1}),
+        ("exports", "exports", {"ep": 2, "folder": str(folder / "exported"), "seed": None}),
+        ("exports moved", "exports", {"ep": 2, "folder": str(folder / "exported_moved"), "seed": 3}),
         trains_with(TRITON, 2, "planner"),
         trains_with(TRITON, 2, "shuffled"),
         trains_with("checks.InterpretedExperts", 2, "planner", num_steps=2),
         ("keeps stock", "keeps", {"ep": 2, "experts": ""}),
         ("keeps Triton", "keeps", {"ep": 2, "experts": TRITON}),
     ]
-    return launch(checks, 2, folder)
+    return [result | {"folder": folder} for result in launch(checks, 2, folder)]
+
+
+def saved_and_loaded(folder: Path, saving: dict[str, Any], **loading: dict[str, Any]) -> list[Check]:
+    """One save, and a load of it into each layout of *loading*."""
+    saves = ("saves", "saves", {"folder": str(folder), **saving})
+    return [saves, *((f"loads {name}", "loads", {"folder": str(folder), **layout}) for name, layout in loading.items())]
 
 
 @pytest.fixture(scope="session")
@@ -166,6 +179,64 @@ def quad(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.fixture(scope="session")
+def slow_pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Two ranks: precisions, moves without EP, faults of a move, saves in the background."""
+    folder = tmp_path_factory.mktemp("slow_pair")
+    asynchronous = {"ep": 2, "async_checkpoints": True}
+    checks = [
+        ("moves every step ep=1", "moves_every_step", {"ep": 1}),
+        ("moves every step in bfloat16", "moves_every_step", {"ep": 2, "storage_dtype": "bfloat16"}),
+        ("moves every step, computes in bfloat16", "moves_every_step", {"ep": 2, "param_dtype": "bfloat16"}),
+        ("moments left behind", "moves_every_step", {"ep": 2, "num_steps": 6, "fault": "moments left behind"}),
+        ("mapping not applied", "moves_every_step", {"ep": 2, "num_steps": 6, "fault": "mapping not applied"}),
+        ("four experts a token", "moves_every_step", {"ep": 2, "top_k": 4}),
+        ("saves asynchronously", "saves", {"folder": str(folder / "asynchronous"), **asynchronous}),
+        ("loads asynchronously", "loads", {"folder": str(folder / "asynchronous"), **asynchronous}),
+        *saved_and_loaded(folder / "ours", {"ep": 2}, torchtitan={"ep": 2, "stock": True}),
+        ("saves as torchtitan", "saves_as_torchtitan", {"ep": 2, "folder": str(folder / "stock")}),
+        ("loads theirs", "loads", {"ep": 2, "folder": str(folder / "stock")}),
+        ("starts recomputing", "starts_from", {"ep": 2, "stock": False, "activation_checkpoint": "full"}),
+    ]
+    return launch(checks, 2, folder)
+
+
+@pytest.fixture(scope="session")
+def slow_pair_faulty(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Two ranks that save slots as if they were experts."""
+    folder = tmp_path_factory.mktemp("faulty")
+    return launch(saved_and_loaded(folder / "slots", {"ep": 2, "fault": "slots"}, again={"ep": 2}), 2, folder)
+
+
+@pytest.fixture(scope="session")
+def slow_quad_moving(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Four ranks, a move at every step, in every layout."""
+    layouts = {
+        "ep=1": {"ep": 1, "sums_in_rank_order": True},
+        "ep=1, sums by gloo": {"ep": 1},
+        "ep=2": {"ep": 2},
+        "ep=4": {"ep": 4},
+        "replicated": {"ep": 2, "data_parallel_replicate_degree": 2},
+        "replicated ep=1": {"ep": 1, "data_parallel_replicate_degree": 2},
+        "inside experts": {"ep": 2, "num_experts": 2, "top_k": 1},
+        "inside experts ep=1": {"ep": 1, "num_experts": 3},
+    }
+    checks = [(f"moves every step {name}", "moves_every_step", layout) for name, layout in layouts.items()]
+    return launch(checks, 4, tmp_path_factory.mktemp("slow_quad_moving"), timeout=500)
+
+
+@pytest.fixture(scope="session")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Rank 0's view of one checkpoint of four ranks, EP 2, and of its loads elsewhere."""
+    folder = tmp_path_factory.mktemp("layouts")
+    saved = folder / "saved"
+    replicated = {"ep": 2, "data_parallel_replicate_degree": 2}
+    quad = saved_and_loaded(saved, {"ep": 2}, quad={"ep": 2}, quad_ep4={"ep": 4}, quad_replicated=replicated)
+    results = launch(quad, 4, folder / "quad")[0]
+    results |= launch(saved_and_loaded(saved, {}, pair={"ep": 2}, pair_ep1={"ep": 1})[1:], 2, folder / "pair")[0]
+    return results | launch(saved_and_loaded(saved, {}, alone={"ep": 1})[1:], 1, folder / "alone")[0]
+
+
+@pytest.fixture(scope="session")
 def slow_quad(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Four ranks in every layout that the default tests leave out."""
     hsdp = {"ep": 2, "data_parallel_replicate_degree": 2}
@@ -185,6 +256,42 @@ def slow_quad(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("log_probabilities", "gives_log_probabilities", {"ep": 2}),
     ]
     return launch(checks, 4, tmp_path_factory.mktemp("slow_quad"), timeout=280)
+
+
+@pytest.fixture(scope="session")
+def step_pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Two ranks: what steps had to do."""
+    folder = tmp_path_factory.mktemp("step_pair")
+    checks = [
+        ("trains", "trains", {"ep": 2, "plans": "shuffled"}),
+        ("gathers once", "trains", {"ep": 2, "plans": "shuffled", "gather": "step"}),
+        ("observes", "observes", {"ep": 2, "folder": str(folder)}),
+        ("observes recomputing", "observes", {"ep": 2, "folder": str(folder), "activation_checkpoint": "full"}),
+        ("mini-batches", "trains_in_mini_batches", {"ep": 2}),
+        ("mini-batches, gathers once", "trains_in_mini_batches", {"ep": 2, "gather": "step"}),
+        ("remembers", "remembers", {"ep": 2}),
+        ("remembers, gathers once", "remembers", {"ep": 2, "gather": "step"}),
+        ("reference stays", "remembers", {"ep": 2, "fault": "reference stays"}),
+        ("log_probabilities", "gives_log_probabilities", {"ep": 2, "gather": "step"}),
+        ("sends", "sends_sequences", {"ep": 2}),
+        ("trains what it holds", "trains_what_it_holds", {"ep": 2}),
+    ]
+    return launch(checks, 2, folder)
+
+
+@pytest.fixture(scope="session")
+def step_quad(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Four ranks, two EP groups: what steps had to do."""
+    folder = tmp_path_factory.mktemp("step_quad")
+    checks = [
+        ("trains", "trains", {"ep": 2, "plans": "shuffled"}),
+        ("gathers once", "trains", {"ep": 2, "plans": "shuffled", "gather": "step"}),
+        ("observes", "observes", {"ep": 2, "folder": str(folder)}),
+        ("remembers", "remembers", {"ep": 2}),
+        ("sends", "sends_sequences", {"ep": 2}),
+        ("trains what it holds", "trains_what_it_holds", {"ep": 2}),
+    ]
+    return launch(checks, 4, folder)
 
 
 DEBUG_MODEL = {"name": "deepseek_v3", "flavor": "debugmodel"}

@@ -62,6 +62,7 @@ def test_demonstrations_must_fit_a_microbatch_too():
         ("rollout.prompts_per_step=zero", "rollout.prompts_per_step='zero'"),
         ("warmup.batch_size=3", "3 sequences a step are fewer than topology.data_parallel_degree=4"),
         ("rl.num_steps=-1", "rl.num_steps=-1 must be a whole number of at least 0"),
+        ("rl.minibatches_per_window=2", "rl.minibatches_per_window=2 does not divide packer.microbatch_multiple=1"),
         ("rl.async_level=2", "rl.async_level=2 must be at most 1"),
         ("rl.plan_ready_seconds=0", "rl.plan_ready_seconds=0.0 must lie between 0.01 and 86400"),
         ("rl.learning_rate=-1", "rl.learning_rate=-1.0 must lie between 0 and inf"),

@@ -202,6 +202,16 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path, capsys):
     assert f"rank 1 was ended by SIGKILL; its log is {logs[1]}" in capsys.readouterr().err
 
 
+def test_what_the_others_were_at_is_told_beside_the_rank_that_was_killed(tmp_path, capsys):
+    heard = SAYS.replace("the cause", "rank 0 lost another rank while experts moved")
+    ranks, logs = ranks_that(tmp_path, heard, SLEEPS)
+    ranks[1].kill()
+    assert launch.wait_for(ranks, logs) == 128 + signal.SIGKILL
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first == "routepack: rank 0 lost another rank while experts moved."
+    assert last == f"routepack: rank 1 was ended by SIGKILL; its log is {logs[1]}."
+
+
 def test_a_rank_that_ignores_the_request_to_end_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.5)
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"

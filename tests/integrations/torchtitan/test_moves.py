@@ -72,3 +72,73 @@ def test_moves_inside_a_rank_are_not_counted():
     new = ExpertPlacement(physical_to_logical_LP=[[1, 0, 2, 3]])
     assert moves.num_experts_moved(old, new, num_ranks=2) == 0
     assert moves.num_experts_moved(old, new, num_ranks=4) == 2
+
+
+MOVING = [
+    ("alone", "moves every step"),
+    ("pair", "moves every step"),
+    *(
+        pytest.param((ranks, f"moves every step{layout}"), marks=pytest.mark.slow)
+        for ranks, layout in (
+            ("slow_pair", " ep=1"),
+            ("slow_pair", " in bfloat16"),
+            ("slow_pair", ", computes in bfloat16"),
+            ("slow_quad_moving", " ep=1"),
+            ("slow_quad_moving", " ep=2"),
+            ("slow_quad_moving", " ep=4"),
+            ("slow_quad_moving", " replicated"),
+            ("slow_quad_moving", " replicated ep=1"),
+            ("slow_quad_moving", " inside experts"),
+            ("slow_quad_moving", " inside experts ep=1"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("layout", MOVING)
+def test_twenty_steps_with_a_move_at_each_end_at_the_same_bits_as_without(request, layout):
+    ranks, key = layout
+    for result in request.getfixturevalue(ranks):
+        run = result[key]
+        assert run["num_tensors"] == 129  # every parameter and both of its moments
+        assert run["apart"] == {}
+        assert run["losses"][0] == run["losses"][1]
+
+
+@pytest.mark.slow
+def test_sums_over_four_shards_depend_on_where_an_expert_lies_by_rounding(slow_quad_moving):
+    # FSDP alone over four ranks: gloo adds the ranks' gradients in an order that depends on the place in the buffer.
+    assert slow_quad_moving[0]["moves every step ep=1, sums by gloo"]["largest"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["moments left behind", "mapping not applied"])
+def test_a_faulty_move_shows_after_six_steps(slow_pair, fault):
+    assert slow_pair[0][fault]["largest"] > 1e-3
+
+
+@pytest.mark.slow
+def test_more_than_two_experts_a_token_are_summed_in_another_order(slow_pair):
+    # TorchTitan's combine sums a token's experts by slot. Two are the same in either order; more are within rounding.
+    assert 0 < slow_pair[0]["four experts a token"]["largest"] < 1e-3
+
+
+def test_optimizer_state_of_any_shape_with_a_row_for_each_expert_moves(pair):
+    for result in pair:
+        assert len(result["moves further state"]["right"]) == 36
+        assert all(result["moves further state"]["right"])
+
+
+def test_state_that_cannot_follow_the_experts_is_refused_before_anything_moves(pair):
+    for result in pair:
+        assert "PlanError: the optimizer keeps shared of shape (5,)" in result["moves further state"]["refused"]
+        assert result["moves further state"]["kept_placement"]
+
+
+def test_a_move_takes_no_more_memory_than_it_is_allowed(pair):
+    for result in pair:
+        figures = result["stages little"]
+        *others, largest = figures["allocated"]
+        assert largest == figures["staged"] <= 2**16
+        assert sum(others) < 2**14
+        assert figures["sent"] > 50 * 2**16

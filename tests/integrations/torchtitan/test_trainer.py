@@ -31,12 +31,6 @@ def test_training_goes_on_from_a_state_that_was_loaded_after_a_forward(pair):
     assert all(0 < result["log_probabilities"]["step"] < 10 * learning_rate for result in pair)
 
 
-def test_a_checkpoint_brings_back_weights_moments_and_placement(pair):
-    for result in pair:
-        assert result["resumes"]["placement_restored"]
-        assert result["resumes"]["resumed"] == result["resumes"]["went_on"]
-
-
 @pytest.mark.parametrize("attempt", ["other_plan", "other_placement"])
 def test_ranks_that_disagree_all_refuse(pair, attempt):
     for rank, result in enumerate(pair):
@@ -46,6 +40,11 @@ def test_ranks_that_disagree_all_refuse(pair, attempt):
 def test_an_error_on_one_rank_reaches_all(pair):
     assert "TraceError: sequence" in pair[0]["refuses"]["broken_batch_on_rank_0"]
     assert "PlanError: another rank could not use its plan" in pair[1]["refuses"]["broken_batch_on_rank_0"]
+
+
+def test_a_rank_without_memory_for_a_move_keeps_all_from_moving(pair):
+    assert "bytes of staging memory cannot be had: lower trainer.staging_bytes" in pair[1]["refuses"]["no_memory_on_rank_1"]
+    assert "PlanError: another rank could not use its placement" in pair[0]["refuses"]["no_memory_on_rank_1"]
 
 
 def test_a_plan_for_other_ranks_is_refused(pair):
@@ -84,3 +83,26 @@ def test_experts_that_ranks_cannot_share_are_refused(monkeypatch):
 def test_settings_out_of_range_are_refused(changes):
     with pytest.raises(ConfigError, match=f"trainer.{next(iter(changes))}"):
         TrainerSettings(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"staging_bytes": 1000}, "trainer.staging_bytes=1000 must be at least 65536"),
+        ({"checkpoints_kept": 1}, "trainer.checkpoints_kept=1 must be at least 2"),
+        ({"checkpoint_interval": -1}, "trainer.checkpoint_interval=-1 must be at least 0"),
+        ({"storage_dtype": "float16"}, "trainer.storage_dtype='float16' is unknown"),
+    ],
+)
+def test_settings_of_moves_and_checkpoints_are_checked(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainerSettings(**changes)
+
+
+def test_initialization_holds_one_full_parameter_at_a_time(pair):
+    assert [result["draws"] for result in pair] == [1, 1]
+
+
+@pytest.mark.slow
+def test_training_starts_from_the_local_copy_under_recomputation(slow_pair):
+    assert all(result["starts recomputing"] for result in slow_pair)

@@ -17,6 +17,7 @@ from typing import Any
 
 
 def main(folder: Path, rank: int, world_size: int) -> None:
+    import checks_step  # noqa: F401 - registers its checks
     import torch.distributed as dist
     from checks import CHECKS
 

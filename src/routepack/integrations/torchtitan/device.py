@@ -80,6 +80,11 @@ def on_cpu() -> bool:
     return device_type() == "cpu"
 
 
+def random_devices() -> list[int]:
+    """The accelerator whose random state a fork has to keep: this process's own, none on a CPU."""
+    return [] if on_cpu() else [torch.accelerator.current_device_index()]
+
+
 def install() -> None:
     """Make TorchTitan use the CPU where there is no accelerator; leave it alone where there is one.
 

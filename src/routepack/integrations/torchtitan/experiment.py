@@ -85,7 +85,9 @@ class RLSettings:
     num_steps: int = 30
     """Windows: rollouts, a plan, and updates on it."""
     updates_per_window: int = 1
-    """Optimizer steps on each window, all with its one plan; the clip matters from the second on."""
+    """Passes over each window, all with its one plan; the clip matters from the second optimizer step on."""
+    minibatches_per_window: int = 1
+    """Optimizer steps of a pass, each on an equal part of the plan's microbatches; divides packer.microbatch_multiple."""
     learning_rate: float = 1e-3
     """Constant, after three steps of rising to it."""
     advantage_epsilon: float = 1e-4
@@ -99,7 +101,7 @@ class RLSettings:
     longer gives the same run."""
 
     def __post_init__(self) -> None:
-        _check_wholes("rl", self, num_steps=0, updates_per_window=1)
+        _check_wholes("rl", self, num_steps=0, updates_per_window=1, minibatches_per_window=1)
         _check_reals("rl", self, "learning_rate", "advantage_epsilon")
         whole("rl.async_level", self.async_level, least=0, most=1)
         if self.plan_ready_seconds is not None:
@@ -232,6 +234,12 @@ def _check_fit(experiment: Experiment) -> None:
                 f"{longest - task.max_prompt_tokens} (rollout.max_new_tokens={rollout.max_new_tokens}, the task's answers and "
                 f"demonstrations up to {task.max_answer_tokens}): raise it."
             )
+    parts, multiple = experiment.rl.minibatches_per_window, experiment.planner.packer.rules.microbatch_multiple
+    if multiple % parts:
+        raise ConfigError(
+            f"rl.minibatches_per_window={parts} does not divide packer.microbatch_multiple={multiple}: set that to {parts}, so "
+            "that every plan's microbatches can be dealt equally."
+        )
     smallest = min(rollout.num_sequences, experiment.warmup.batch_size)
     if smallest < experiment.num_ranks:
         raise ConfigError(

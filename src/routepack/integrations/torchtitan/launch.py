@@ -137,19 +137,25 @@ def report_failure(codes: Sequence[int | None], logs: Sequence[Path]) -> int:
     """Show why ranks failed and give the exit code: 1 for wrong input, else as the shell counts, 128 + the signal."""
     failed = [rank for rank, code in enumerate(codes) if code]
     # A rank that lost its peer fails too, in a collective; one with a message of RoutePack's own knows the cause,
-    # unless all that it knows is that another rank has one.
+    # unless all that it knows is that another rank has one, or is gone.
     said = {rank: logs[rank].read_text(errors="replace") for rank in failed}
     messages = {rank: [line for line in text.splitlines() if line.startswith("routepack: ")] for rank, text in said.items()}
-    for rank in sorted(failed, key=lambda rank: "another rank" in "".join(messages[rank])):
-        if messages[rank]:
-            sys.stderr.write(messages[rank][-1] + "\n")
-            return 1
-    # Killed from outside, or by the kernel for memory, comes before consequences too.
-    rank = min(failed, key=lambda one: (codes[one] or 0) >= 0)
+    told = [rank for rank in failed if messages[rank]]
+    heard = [rank for rank in told if "another rank" in messages[rank][-1]]
+    # NCCL aborts a rank that lost its peer: one that was killed otherwise comes first.
+    killed = sorted((rank for rank in failed if (codes[rank] or 0) < 0), key=lambda rank: codes[rank] == -signal.SIGABRT)
+    if told and (len(heard) < len(told) or not killed):
+        rank = next((rank for rank in told if rank not in heard), told[0])
+        sys.stderr.write(messages[rank][-1] + "\n")
+        return 1
+    # Killed from outside, or by the kernel for memory, comes before consequences too; what the others were at is told.
+    for rank in heard[:1]:
+        sys.stderr.write(messages[rank][-1] + "\n")
+    rank = (killed or failed)[0]
     code = codes[rank] or 1
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    tail = "\n".join(said[rank].splitlines()[-30:])
-    sys.stderr.write(f"{tail}\nroutepack: rank {rank} {how}; its log is {logs[rank]}.\n")
+    tail = "".join(f"{line}\n" for line in said[rank].splitlines()[-30:])
+    sys.stderr.write(f"{tail}routepack: rank {rank} {how}; its log is {logs[rank]}.\n")
     return 128 - code if code < 0 else code
 
 
@@ -178,7 +184,9 @@ def run_rank(experiment: Experiment) -> int:
 
         if progress.enabled:
             prepare_folder(experiment)
-        RLRun(experiment=experiment, progress=progress).run()
+        run = RLRun(experiment=experiment, progress=progress)
+        run.run()
+        run.trainer.close()
     except RoutePackError as error:
         sys.stderr.write(f"routepack: {error}\n")
         return 1

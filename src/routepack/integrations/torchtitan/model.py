@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.qwen3.model import Qwen3Model
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
 from routepack.checks import whole
@@ -100,7 +101,7 @@ class TinyQwen3MoE(TrainedModel):
             parallelize_fn=qwen3.parallelize_qwen3,
             pipelining_fn=None,
             post_optimizer_build_fn=None,
-            state_dict_adapter=None,
+            state_dict_adapter=Qwen3StateDictAdapter,
         )
 
     def _model_config(self) -> Qwen3Model.Config:
@@ -175,7 +176,7 @@ def build_local_model(model: TrainedModel, *, seed: int = 0) -> nn.Module:
     with torch.device("meta"):
         local = spec.model.build()
     local.to_empty(device=device.device_type())
-    with torch.no_grad(), torch.random.fork_rng():
+    with torch.no_grad(), torch.random.fork_rng(devices=device.random_devices()):
         torch.manual_seed(seed)
         local.init_weights()
     return local
@@ -187,24 +188,44 @@ def load_full_state(local: nn.Module, state: Mapping[str, Tensor]) -> None:
     By parameter name, not through ``load_state_dict``: TorchTitan's fused query-key-value layer renames itself there.
     Raises ConfigError where names or shapes differ.
     """
-    parameters = dict(local.named_parameters())
-    check_state(parameters, state)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(state[name])
+    check_names(_shapes(local), {name: value.shape for name, value in state.items()})
+    load_parameters(local, state.items())
 
 
-def check_state(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Raise ConfigError unless *state* has a tensor of the same shape for each of *parameters*, and no other."""
-    if missing := sorted(parameters.keys() - state.keys()):
+@torch.no_grad()
+def load_parameters(local: nn.Module, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """As :func:`load_full_state`, one parameter after another, such as ``RoutePackTrainer.logical_parameters()``.
+
+    Raises ConfigError at a name or shape that the model lacks, and at the end where a parameter is missing.
+    """
+    own = dict(local.named_parameters())
+    for name, value in checked(parameters, _shapes(local)):
+        own[name].copy_(value)
+
+
+def checked(parameters: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+    """The same *parameters*; raises ConfigError at one that *shapes* does not have, and at the end where one was missing."""
+    seen: dict[str, torch.Size] = {}
+    for name, value in parameters:
+        seen[name] = value.shape
+        check_names({known: shape for known, shape in shapes.items() if known == name}, {name: value.shape})
+        yield name, value
+    check_names(shapes, seen)
+
+
+def check_names(shapes: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> None:
+    """Raise ConfigError unless *given* has the same shape for each name of *shapes*, and no other name."""
+    if missing := sorted(shapes.keys() - given.keys()):
         raise ConfigError(f"the state lacks {len(missing)} parameters of the model, such as {missing[0]}.")
-    if unknown := sorted(state.keys() - parameters.keys()):
+    if unknown := sorted(given.keys() - shapes.keys()):
         raise ConfigError(f"the state has {len(unknown)} tensors that are no parameter of the model, such as {unknown[0]}.")
-    for name, parameter in parameters.items():
-        if parameter.shape != state[name].shape:
-            raise ConfigError(
-                f"{name} has shape {tuple(state[name].shape)} in the state and {tuple(parameter.shape)} in the model."
-            )
+    for name, shape in shapes.items():
+        if shape != given[name]:
+            raise ConfigError(f"{name} has shape {tuple(given[name])} in the state and {tuple(shape)} in the model.")
+
+
+def _shapes(local: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in local.named_parameters()}
 
 
 def _with_plain_sums(parallelize: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

@@ -7,6 +7,7 @@ it. The optimizer's moments have the layout of their weight.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -18,11 +19,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from routepack import distributed
+from routepack.arrays import digest_of
+from routepack.errors import PlanError, RankLostError, RoutePackError
 from routepack.integrations.torchtitan.overrides import PlacedRoutedExperts
 from routepack.planned import ExpertPlacement
+from routepack.row_exchange import RowExchange, RowMoves
 
 _OUTER_TO_INNER = ("ep", "efsdp", "fsdp")
 """The mesh axes that split expert slots, in the order in which they split: every EP block is cut again by FSDP."""
+
+
+STAGING_BYTES = 256 * 2**20
+"""The most memory that a rank uses by default to send and receive rows."""
+CPU_STAGING_BYTES = 8 * 2**20
+"""On a CPU more than this is slower: what is staged should be in the cache still when it is sent."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,12 +70,12 @@ class ShardLayout:
             shard = shard.index_select(dim, torch.from_numpy(kept).to(full.device))
         return shard
 
-    def moves(self, source_P: np.ndarray) -> distributed.RowMoves:
+    def moves(self, source_P: np.ndarray) -> RowMoves:
         """The moves after which slot p holds what slot ``source_P[p]`` held."""
         rank_of_P, row_of_P = np.empty_like(source_P), np.empty_like(source_P)
         for rank, rows in self.rows_of_rank.items():
             rank_of_P[rows], row_of_P[rows] = rank, np.arange(len(rows))
-        return distributed.RowMoves(rank_of_P=rank_of_P, row_of_P=row_of_P, source_P=source_P)
+        return RowMoves(rank_of_P=rank_of_P, row_of_P=row_of_P, source_P=source_P)
 
 
 def _splits(parameter: DTensor, axis: int, dim: int) -> bool:
@@ -84,6 +94,15 @@ def _chunk_of(rows: np.ndarray, cuts: Sequence[tuple[int, int]]) -> np.ndarray:
     return rows
 
 
+@torch.no_grad()
+def take_shard(parameter: Tensor, full: Tensor) -> None:
+    """Copy this rank's part of a full tensor into a parameter, sharded or not."""
+    if isinstance(parameter, DTensor):
+        parameter.to_local().copy_(ShardLayout.of(parameter).local(full))
+    else:
+        parameter.copy_(full)
+
+
 def slot_sources(old: ExpertPlacement, new: ExpertPlacement) -> np.ndarray:
     """int64 [L, P]: the slot in which, under *old*, sits the expert that *new* wants in each slot.
 
@@ -99,23 +118,176 @@ def num_experts_moved(old: ExpertPlacement, new: ExpertPlacement, num_ranks: int
     return int((old.rank_of_LE(num_ranks) != new.rank_of_LE(num_ranks)).sum())
 
 
-def move_layer(layer: PlacedRoutedExperts, optimizers: Iterable[torch.optim.Optimizer], source_P: np.ndarray) -> None:
-    """Move one layer's expert weights with their optimizer state; collective, between optimizer steps."""
-    shards = [tensor.to_local() for tensor in expert_tensors(layer.inner_experts, optimizers)]
-    layout = ShardLayout.of(next(layer.inner_experts.parameters(recurse=False)))
-    distributed.exchange_rows(shards, layout.moves(source_P))
+@dataclass(frozen=True, kw_only=True)
+class MoveFigures:
+    """What one move took."""
+
+    num_experts: int = 0
+    """Experts, over all layers, that changed their EP rank."""
+    bytes_sent: int = 0
+    """Bytes that this rank sent to others."""
+    staged_bytes: int = 0
+    """Staging memory that was used, in bytes."""
+    seconds: float = 0.0
+    """From the agreement to the last row, on this rank."""
 
 
-def expert_tensors(experts: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[DTensor]:
-    """Each expert weight, followed by its optimizer state of the same shape (both moments), in one order on every rank."""
+def move_experts(
+    layers: Sequence[PlacedRoutedExperts],
+    optimizers: Iterable[torch.optim.Optimizer],
+    old: ExpertPlacement,
+    new: ExpertPlacement,
+    *,
+    num_ranks: int,
+    staging: StagingMemory,
+    error: RoutePackError | None = None,
+) -> MoveFigures:
+    """Move all layers' expert weights with their optimizer state, layer by layer; collective, between optimizer steps.
+
+    Everything that can fail on one rank alone is done before the ranks agree to start, staging memory included.
+
+    Args:
+        num_ranks: EP ranks, for the count of experts.
+        staging: what a rank sends from and receives into.
+        error: one that this rank has already; then no rank moves anything.
+
+    Raises:
+        PlanError: a rank cannot move, or ranks would move differently; every rank keeps the old placement.
+        RankLostError: a rank was lost during the move; the experts are torn, and the run must end.
+    """
+    started = time.perf_counter()
+    exchanges, memory, error = _prepared(layers, list(optimizers), old, new, staging, error)
+    signatures = [exchange.signature for _, exchange in exchanges]
+    digest = digest_of(old.physical_to_logical_LP, new.physical_to_logical_LP, *signatures)
+    distributed.agree(digest, "placement", error=error, device=memory.device)
+    sent = 0
+    for layer, exchange in exchanges:
+        sent += _moved(layer, len(layers), exchange, memory)
+    if memory.device.type != "cpu":
+        # The last row has arrived, or the error is here, before anybody relies on the new placement.
+        torch.accelerator.synchronize()
+    return MoveFigures(
+        num_experts=num_experts_moved(old, new, num_ranks),
+        bytes_sent=sent,
+        staged_bytes=len(memory),
+        seconds=time.perf_counter() - started,
+    )
+
+
+Prepared = tuple[list[tuple[int, RowExchange]], Tensor, RoutePackError | None]
+
+
+def _prepared(
+    layers: Sequence[PlacedRoutedExperts],
+    optimizers: list[torch.optim.Optimizer],
+    old: ExpertPlacement,
+    new: ExpertPlacement,
+    staging: StagingMemory,
+    error: RoutePackError | None,
+) -> Prepared:
+    """Each exchange with its layer's number, memory for all of them, and what speaks against it."""
+    exchanges: list[tuple[int, RowExchange]] = []
+    device = next(parameter.device for layer in layers for parameter in layer.parameters())
+    memory = torch.empty(0, dtype=torch.uint8, device=device)
+    if error is not None:
+        return exchanges, memory, error
+    try:
+        for number, (layer, source_P) in enumerate(zip(layers, slot_sources(old, new), strict=True)):
+            if (source_P != np.arange(len(source_P))).any():
+                limit = staging.limit_on(device)
+                exchanges += [(number, one) for one in layer_exchanges(layer, optimizers, source_P, limit)]
+        memory = staging.take(max((exchange.staged_bytes for _, exchange in exchanges), default=0), device)
+    except RoutePackError as caught:
+        error = caught
+    return exchanges, memory, error
+
+
+@dataclass(kw_only=True)
+class StagingMemory:
+    """What a rank sends from and receives into."""
+
+    limit_bytes: int = STAGING_BYTES
+    """It is never more than this."""
+    _kept: Tensor | None = None
+
+    def limit_on(self, device: torch.device) -> int:
+        """The most bytes that it may have on *device*."""
+        return min(self.limit_bytes, CPU_STAGING_BYTES) if device.type == "cpu" else self.limit_bytes
+
+    def take(self, num_bytes: int, device: torch.device) -> Tensor:
+        """uint8 [num_bytes]. Raises PlanError where there is not so much."""
+        if device.type != "cpu":
+            return _allocated(num_bytes, device)  # torch keeps an accelerator's memory itself
+        # Fresh memory of a CPU is mapped page by page at the first touch, which takes longer than the copy.
+        if self._kept is None or len(self._kept) < num_bytes:
+            self._kept = None
+            self._kept = _allocated(num_bytes, device)
+        return self._kept[:num_bytes]
+
+
+def _allocated(num_bytes: int, device: torch.device) -> Tensor:
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch raises no narrower one on a CPU
+        raise PlanError(f"{num_bytes} bytes of staging memory cannot be had: lower trainer.staging_bytes.") from error
+
+
+def _moved(layer: int, num_layers: int, exchange: RowExchange, staging: Tensor) -> int:
+    try:
+        return exchange.run(staging)
+    except RankLostError as error:
+        raise RankLostError(
+            f"while the experts of MoE layer {layer} (of {num_layers}) moved, {error} Their weights are torn and cannot be "
+            "used or saved."
+        ) from error
+
+
+def layer_exchanges(
+    layer: PlacedRoutedExperts, optimizers: Iterable[torch.optim.Optimizer], source_P: np.ndarray, staging_bytes: int
+) -> list[RowExchange]:
+    """One layer's exchanges, ready to run: one for all tensors of the weights' layout, and one for each other layout.
+
+    Raises PlanError where an optimizer keeps something for the experts that cannot follow them.
+    """
+    by_layout: dict[tuple, tuple[ShardLayout, list[Tensor]]] = {}
+    for tensor, layout in expert_tensors(layer.inner_experts, optimizers):
+        key = tuple((rank, *rows.tolist()) for rank, rows in layout.rows_of_rank.items())
+        by_layout.setdefault(key, (layout, []))[1].append(tensor)
+    return [
+        RowExchange.of(shards, layout.moves(source_P), staging_bytes=staging_bytes) for layout, shards in by_layout.values()
+    ]
+
+
+def expert_tensors(experts: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, ShardLayout]]:
+    """This rank's shard of each expert weight and of all optimizer state that it has, in one order on every rank."""
     optimizers = list(optimizers)
     for _, parameter in sorted(experts.named_parameters(recurse=False)):
-        yield cast(DTensor, parameter)
+        weight = cast(DTensor, parameter)
+        layout = ShardLayout.of(weight)
+        yield weight.to_local(), layout
         for optimizer in optimizers:
-            yield from _moments(parameter, optimizer.state.get(parameter, {}))
+            for name, state in state_tensors(optimizer.state.get(parameter, {})):
+                if state.numel() > 1:  # a step count is the same for every expert
+                    yield _state_shard(name, state, weight, layout)
 
 
-def _moments(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[DTensor]:
-    for _, value in sorted(state.items()):
-        if isinstance(value, Tensor) and value.shape == parameter.shape:
-            yield cast(DTensor, value)
+def state_tensors(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one parameter's optimizer state by dotted name, those of nested mappings included."""
+    for name, value in sorted(state.items()):
+        if isinstance(value, Mapping):
+            yield from state_tensors(value, f"{prefix}{name}.")
+        elif isinstance(value, Tensor):
+            yield f"{prefix}{name}", value
+
+
+def _state_shard(name: str, state: Tensor, weight: DTensor, layout: ShardLayout) -> tuple[Tensor, ShardLayout]:
+    if isinstance(state, DTensor) and len(state) == len(weight):
+        same = state.device_mesh == weight.device_mesh and state.placements == weight.placements
+        return state.to_local(), layout if same else ShardLayout.of(state)
+    if not isinstance(state, DTensor) and state.ndim and len(state) == len(weight.to_local()):
+        return state, layout
+    raise PlanError(
+        f"the optimizer keeps {name} of shape {tuple(state.shape)} for experts of shape {tuple(weight.shape)}: it has no row "
+        "for each expert and cannot follow them when they move. Use an optimizer with state for each element or expert, or "
+        "an IdentityRerouter."
+    )

@@ -108,6 +108,7 @@ class PlacedRoutedExperts(RoutedExperts):
         super().__init__(config)
         self.logical_to_physical_E: Tensor | None = None
         self.physical_to_logical_P: Tensor | None = None
+        self.last_tokens_per_expert_E: Tensor | None = None
 
     def set_placement(self, physical_to_logical_P: Tensor) -> None:
         """From now on expert ``physical_to_logical_P[p]`` is computed with the weights in slot p (int64 [P])."""
@@ -122,6 +123,8 @@ class PlacedRoutedExperts(RoutedExperts):
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
         """As TorchTitan's, [B, L, D]; ids and counts come in logical order."""
+        # Kept, not added up: activation checkpointing runs a forward twice.
+        self.last_tokens_per_expert_E = _local(num_local_tokens_per_expert_E).detach()
         if self.logical_to_physical_E is not None and self.physical_to_logical_P is not None:
             topk_expert_ids_BLK = self.logical_to_physical_E[topk_expert_ids_BLK]
             num_local_tokens_per_expert_E = num_local_tokens_per_expert_E[self.physical_to_logical_P]

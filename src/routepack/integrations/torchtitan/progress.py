@@ -40,16 +40,17 @@ class Progress:
     """TensorBoard scalars go here."""
     console: Console = field(default_factory=Console)
     _bar: RichBar | None = field(default=None, init=False, repr=False)
+    _reinforcing: bool = field(default=False, init=False, repr=False)
 
-    def start(self, warmup_steps: int, rl_steps: int) -> None:
-        """Before the first step."""
+    def start(self, warmup_steps: int, rl_steps: int, *, resumed: int = 0) -> None:
+        """Before the first step, of a run of which *resumed* steps were trained before."""
         self._warmup_steps, self._rl_steps = warmup_steps, rl_steps
         if not self.enabled:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        # Scalars of an earlier run into the same folder are purged: one run, one curve.
-        self._scalars = SummaryWriter(str(self.log_folder), purge_step=0, flush_secs=10)
+        # Scalars of an earlier run into the same folder are purged, unless this one goes on with it: one run, one curve.
+        self._scalars = SummaryWriter(str(self.log_folder), purge_step=None if resumed else 0, flush_secs=10)
         if self.console.is_terminal:
             self._bar = RichBar(
                 TextColumn("{task.description}"),
@@ -62,7 +63,9 @@ class Progress:
             )
             self._bar.start()
             self._task = self._bar.add_task("warm-up", total=warmup_steps)
-        if warmup_steps:
+        if resumed:
+            self._line(f"Resumed from a checkpoint: {resumed} of {warmup_steps} + {rl_steps} steps are done.")
+        if resumed < warmup_steps:
             self._line(f"Supervised warm-up on demonstrations: {warmup_steps} steps, no reward, experts stay in place.")
 
     def warmup_step(self, step: int, figures: Mapping[str, float]) -> None:
@@ -80,7 +83,8 @@ class Progress:
         if not self.enabled:
             return
         self._write("rl", step, figures)
-        if step == 0:
+        if not self._reinforcing:
+            self._reinforcing = True
             self._line("\nReinforcement learning (GRPO) on sampled rollouts; baseline -> planned beside each other:")
             self._line(_columns([title for title, _ in COLUMNS]))
             if self._bar is not None:

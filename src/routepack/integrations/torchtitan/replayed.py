@@ -26,6 +26,14 @@ class ReplayedMicrobatch:
     """int [1, n, L, K]."""
     fields: Mapping[str, Tensor]
     """The token fields at the targets, zero where they are not trained; floats as float32."""
+    num_padding: int = 0
+    """The last so many tokens are padding."""
+
+    @property
+    def padding_routes_nLK(self) -> Tensor:
+        """int [num_padding, L, K]: where padding goes; it is always replayed."""
+        tokens = self.routed_experts_1nLK.shape[1]
+        return self.routed_experts_1nLK[0, tokens - self.num_padding :]
 
     @classmethod
     def of(cls, microbatch: Microbatch, device: torch.device) -> ReplayedMicrobatch:
@@ -36,6 +44,7 @@ class ReplayedMicrobatch:
             loss_mask_n=loss_mask_n,
             routed_experts_1nLK=torch.from_numpy(microbatch.routed_experts_nLK)[None].to(device),
             fields={name: _trained_only(value_n, loss_mask_n) for name, value_n in microbatch.fields.items()},
+            num_padding=microbatch.num_padding,
         )
 
 

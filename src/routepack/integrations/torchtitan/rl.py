@@ -10,6 +10,7 @@ import json
 import time
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,16 +61,22 @@ class RLRun:
         self.following: tuple[RolloutBatch, int] | None = None
 
     def run(self) -> dict[str, Any]:
-        """Warm up, then reinforce; the summary, which rank 0 also writes beside the last window's trace and plan."""
-        self.progress.start(self.experiment.warmup.num_steps, self.experiment.rl.num_steps)
-        for step in range(self.experiment.warmup.num_steps):
+        """Warm up, then reinforce; the summary, which rank 0 also writes beside the last window's trace and plan.
+
+        Where the result folder has a checkpoint, goes on after the last window that it knows.
+        """
+        warmed_up, reinforced = self.resume()
+        self.progress.start(self.experiment.warmup.num_steps, self.experiment.rl.num_steps, resumed=warmed_up + reinforced)
+        for step in range(warmed_up, self.experiment.warmup.num_steps):
             self.progress.warmup_step(step, self.warm_up(step))
+            self.window_done()
         plan = None
         with self.planning:
-            for step in range(self.experiment.rl.num_steps):
+            for step in range(reinforced, self.experiment.rl.num_steps):
                 figures, batch, plan = self.reinforce(step)
                 self.history.append(figures)
                 self.progress.rl_step(step, figures, plan)
+                self.window_done(last=step == self.experiment.rl.num_steps - 1)
                 if self.rank == 0 and step == self.experiment.rl.num_steps - 1:
                     self.save(batch, plan)
         summary = summarize(self.history)
@@ -77,6 +84,27 @@ class RLRun:
             self.save_summary(summary)
         self.progress.finish(summary, self.experiment.out, plan)
         return summary
+
+    def resume(self) -> tuple[int, int]:
+        """Load the last checkpoint if there is one; the warm-up and RL steps that it has been through."""
+        self.trainer.resume()
+        warmed_up = min(self.trainer.windows_done, self.experiment.warmup.num_steps)
+        reinforced = self.trainer.windows_done - warmed_up
+        if self.rank == 0 and self.history_path.exists():
+            self.history = json.loads(self.history_path.read_text())[:reinforced]
+        return warmed_up, reinforced
+
+    def window_done(self, *, last: bool = False) -> None:
+        """Count a window, save a checkpoint if one is due, and beside it the figures so far."""
+        self.trainer.windows_done += 1
+        if self.trainer.save(last=last) and self.rank == 0:
+            with atomic_path(self.history_path) as path:
+                path.write_text(json.dumps(self.history))
+
+    @property
+    def history_path(self) -> Path:
+        """Every RL step's figures, as of the last checkpoint."""
+        return self.experiment.out / "history.json"
 
     def warm_up(self, step: int) -> dict[str, float]:
         """One supervised step on demonstrations."""
@@ -93,7 +121,7 @@ class RLRun:
         )
         plan = distributed.from_rank(0, lambda: self.warmup_planner.plan(even_demand(batch)), "plan")
         self.trainer.set_learning_rate(settings.rate_at(step))
-        figures = self.trainer.update(batch, plan, CrossEntropyTokenLoss())
+        figures = self.trainer.update(batch, plan, CrossEntropyTokenLoss(), save=False)
         return figures | {"seconds": time.monotonic() - started}
 
     def reinforce(self, step: int) -> tuple[dict[str, float], RolloutBatch, Plan]:
@@ -109,6 +137,7 @@ class RLRun:
             self.following = self.sample(step + 1, step, plan.placement)
             clock.lap("sample")
         experts_moved = self.trainer.move_experts(plan.placement)
+        move = self.trainer.last_move
         clock.lap("move")
         logprobs_old = self.old_logprobs(batch, plan)
         clock.lap("logprobs")
@@ -116,12 +145,15 @@ class RLRun:
         self.trainer.set_learning_rate(experiment.rl.rate_at(step))
         figures: dict[str, float] = {}
         for _ in range(experiment.rl.updates_per_window):
-            figures = self.trainer.update(trained, plan, experiment.loss)
+            parts = experiment.rl.minibatches_per_window
+            steps = self.trainer.update_minibatches(trained, plan, experiment.loss, num_minibatches=parts, save=False)
+            figures = steps[-1]
         clock.lap("update")
         figures |= window_figures(trained) | plan_metrics(plan) | timing | clock.figures(int(batch.num_tokens_S.sum()))
         if not experiment.rl.async_level:
             figures |= {"logprob_difference_max": logprob_difference(trained)}
-        return figures | {"experts_moved": experts_moved, "off_policy_steps": step - sampled_at}, trained, plan
+        moved = {"experts_moved": experts_moved, "move_ms": 1e3 * move.seconds, "moved_bytes": move.bytes_sent}
+        return figures | moved | {"off_policy_steps": step - sampled_at}, trained, plan
 
     def old_logprobs(self, batch: RolloutBatch, plan: Plan) -> np.ndarray:
         """float32 [N]: under the weights that sampled. Where those are still the trainer's, it recomputes them under replay."""

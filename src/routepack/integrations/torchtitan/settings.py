@@ -10,7 +10,6 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -22,11 +21,15 @@ from torchtitan.config.override import OverrideConfig
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools import filesystem
 
 from routepack.checks import real, whole
 from routepack.errors import ConfigError
+from routepack.integrations.torchtitan.checkpoint import PlacedCheckpointManager
 from routepack.integrations.torchtitan.model import TrainedModel, num_experts_of
+from routepack.integrations.torchtitan.moves import STAGING_BYTES
 
+LEAST_STAGING_BYTES = 2**16
 _RECOMPUTE: dict[str, type[ActivationCheckpointing] | None] = {"none": None, "selective": SelectiveAC, "full": FullAC}
 
 
@@ -55,9 +58,16 @@ class TrainerSettings:
     num_steps: int = 10_000
     """TorchTitan's ``training.steps``; only its own loop ends there, ``update`` may be called on."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What FSDP casts parameters to for compute; they are kept and updated in float32."""
+    """What FSDP casts parameters to for compute."""
+    storage_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What parameters and both moments are kept and updated in. bfloat16 loses small updates."""
+    staging_bytes: int = STAGING_BYTES
+    """The most memory that a rank uses to send and receive experts that move."""
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
     """What to recompute in the backward pass, as TorchTitan names it."""
+    gather: Literal["layer", "step"] = "layer"
+    """When FSDP's ranks meet. ``layer``: in every layer of every microbatch, whose parameters are gathered, used and freed.
+    ``step``: once a window, with parameters and gradients unsharded on every rank from its first to its last microbatch."""
     pad_to_multiple_of: int = 1
     """Microbatches are padded to a multiple of this many tokens."""
     seed: int = 0
@@ -70,6 +80,12 @@ class TrainerSettings:
     """Write TensorBoard scalars on rank 0."""
     checkpoint_interval: int = 0
     """Save weights, moments and placement every so many steps; 0: never."""
+    checkpoints_kept: int = 2
+    """The latest checkpoints to keep, at least 2; 0: all."""
+    async_checkpoints: bool = False
+    """Copy the state to host memory and write it while training goes on."""
+    step_log: str = ""
+    """Append every step's loads and seconds to this file, for ``routepack calibrate``; empty: do not."""
     timeout_seconds: int = 300
     """A collective that takes longer fails."""
 
@@ -87,8 +103,23 @@ class TrainerSettings:
             raise ConfigError(
                 f"trainer.activation_checkpoint={self.activation_checkpoint!r} is unknown: choose {', '.join(_RECOMPUTE)}."
             )
-        if self.param_dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"trainer.param_dtype={self.param_dtype!r} is unknown: choose float32 or bfloat16.")
+        if self.gather not in ("layer", "step"):
+            raise ConfigError(f"trainer.gather={self.gather!r} is unknown: choose layer or step.")
+        for name in ("param_dtype", "storage_dtype"):
+            if getattr(self, name) not in ("float32", "bfloat16"):
+                raise ConfigError(f"trainer.{name}={getattr(self, name)!r} is unknown: choose float32 or bfloat16.")
+        if self.checkpoint_interval < 0:
+            raise ConfigError(f"trainer.checkpoint_interval={self.checkpoint_interval} must be at least 0, which is never.")
+        if self.checkpoints_kept < 0 or self.checkpoints_kept == 1:
+            raise ConfigError(
+                f"trainer.checkpoints_kept={self.checkpoints_kept} must be at least 2, as the latest may be in writing, or 0 "
+                "for all."
+            )
+        if self.staging_bytes < LEAST_STAGING_BYTES:
+            raise ConfigError(
+                f"trainer.staging_bytes={self.staging_bytes} must be at least {LEAST_STAGING_BYTES}: every moving expert needs "
+                "a part of it."
+            )
 
     def shard_degree(self, world_size: int, num_experts: int) -> int:
         """The ranks that FSDP shards over. Raises ConfigError where the degrees do not fit the world or the experts."""
@@ -193,6 +224,7 @@ def config_fields(model: TrainedModel, settings: TrainerSettings) -> dict[str, A
         "tokenizer": NoTokenizer.Config(),
         "dataloader": NoDataLoader.Config(),
         "dump_folder": settings.dump_folder,
+        "hf_assets_path": "",
         "metrics": StepMetrics.Config(enable_tensorboard=settings.enable_tensorboard, disable_color_printing=True),
         "optimizer": default_adamw(
             lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, weight_decay=settings.weight_decay
@@ -217,6 +249,7 @@ def _training(settings: TrainerSettings, spec: ModelSpec) -> TrainingConfig:
         max_norm=settings.max_norm,
         steps=settings.num_steps,
         disable_cuda_graphs=True,
+        dtype=settings.storage_dtype,
         mixed_precision_param=settings.param_dtype,
     )
 
@@ -231,11 +264,16 @@ def _parallelism(settings: TrainerSettings, shard_degree: int) -> ParallelismCon
     )
 
 
-def _checkpoint(settings: TrainerSettings) -> CheckpointManager.Config:
-    if not settings.checkpoint_interval:
-        return CheckpointManager.Config(enable=False, initial_load_model_only=False)
-    return CheckpointManager.Config(
-        enable=True, interval=settings.checkpoint_interval, initial_load_model_only=False, last_save_model_only=False
+def _checkpoint(settings: TrainerSettings) -> PlacedCheckpointManager.Config:
+    if filesystem.is_remote(settings.dump_folder):
+        raise ConfigError(f"out={settings.dump_folder} cannot be renamed in one go, as checkpoints are: name a mounted folder.")
+    return PlacedCheckpointManager.Config(
+        enable=bool(settings.checkpoint_interval),
+        interval=settings.checkpoint_interval or 1,
+        keep_latest_k=settings.checkpoints_kept,
+        async_mode="async" if settings.async_checkpoints else "disabled",
+        initial_load_model_only=False,
+        last_save_model_only=False,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -13,20 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer.base import ModelWrapper
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.trainer import Trainer
 
-from routepack import distributed, materialize
-from routepack.arrays import digest_of
-from routepack.errors import PlanError, RoutePackError, TraceError
-from routepack.integrations.torchtitan import moves, overrides
+from routepack import distributed, minibatches
+from routepack.calibration import Forecaster
+from routepack.errors import PlanError, RankLostError, RoutePackError, TraceError
+from routepack.integrations.torchtitan import folders, huggingface, initialization, moves, overrides
 from routepack.integrations.torchtitan.losses import TokenLoss
-from routepack.integrations.torchtitan.model import TrainedModel, build_local_model, check_state, moe_layer_ids, num_experts_of
-from routepack.integrations.torchtitan.replayed import ReplayedMicrobatch, num_trained_tokens
+from routepack.integrations.torchtitan.model import TrainedModel, check_names, checked, moe_layer_ids, num_experts_of
+from routepack.integrations.torchtitan.observer import StepObserver, TokenMeans
+from routepack.integrations.torchtitan.replayed import ReplayedMicrobatch
 from routepack.integrations.torchtitan.settings import StepMetrics, TrainerSettings, config_fields, start_alone
+from routepack.integrations.torchtitan.window import Window, by_token, cut, own_batch, trained_tokens
 from routepack.materialize import Microbatch
 from routepack.planned import ExpertPlacement, Plan
 from routepack.recorded import RolloutBatch
@@ -38,7 +43,8 @@ _REPLAYED = "routepack_microbatch"
 class RoutePackTrainer(Trainer):
     """A TorchTitan trainer whose optimizer steps follow a plan. Every method that takes a plan or a placement is collective.
 
-    Parameters are initialised from full tensors: TorchTitan on a CPU would give every rank the same shard.
+    Every parameter is drawn whole and kept in part, one after another, whatever the parallel degrees: TorchTitan on a CPU
+    would give every rank the same shard.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -49,9 +55,19 @@ class RoutePackTrainer(Trainer):
         """What model_spec was made from."""
         pad_to_multiple_of: int = 1
         """As TrainerSettings.pad_to_multiple_of."""
+        gathers_once: bool = False
+        """Whether TrainerSettings.gather is ``step``."""
+        step_log: str = ""
+        """As TrainerSettings.step_log."""
+        staging_bytes: int = moves.STAGING_BYTES
+        """As TrainerSettings.staging_bytes."""
 
     placement: ExpertPlacement
     """Where the experts are now."""
+    last_move: moves.MoveFigures
+    """What the latest move took."""
+    windows_done: int
+    """Windows that a loop has trained; it counts them itself, checkpoints keep the count."""
 
     def __init__(self, config: Config) -> None:
         assert config.model_spec is not None
@@ -60,10 +76,27 @@ class RoutePackTrainer(Trainer):
         self.placement = ExpertPlacement.identity(len(self.moe_layer_ids), num_experts_of(config.model_spec))
         self._microbatch: ReplayedMicrobatch | None = None
         self._loss: TokenLoss | None = None
-        self._metric_sums: dict[str, Tensor] = {}
+        self._means = TokenMeans()
+        self.last_move = moves.MoveFigures()
+        self.staging = moves.StagingMemory(limit_bytes=config.staging_bytes)
+        self.windows_done = 0
+        self._torn: RankLostError | None = None
+        self.prepare_initialization(config)
+        self._microbatches_left = 0
         super().__init__(config)
-        initial = build_local_model(config.model, seed=config.debug.seed or 0)
-        self.load_full_state({name: parameter.detach() for name, parameter in initial.named_parameters()})
+        if config.gathers_once:
+            self.sharded.set_reshard_after_forward(False)
+        self.observer = StepObserver(
+            layer_ids=self.moe_layer_ids,
+            data_parallel_rank=self._data_parallel_rank(),
+            step_log=Path(config.step_log) if config.step_log else None,
+            forecaster=Forecaster(configured="step" if config.gathers_once else "layer"),
+        )
+
+    def prepare_initialization(self, config: Config) -> None:
+        """Make TorchTitan, which is about to build the model, draw every parameter whole."""
+        assert config.model_spec is not None
+        initialization.draw_whole(config.model_spec, seed=config.debug.seed or 0)
 
     @classmethod
     def from_settings(cls, *, model: TrainedModel, settings: TrainerSettings) -> RoutePackTrainer:
@@ -71,7 +104,14 @@ class RoutePackTrainer(Trainer):
 
         Raises ConfigError, before any process group starts, where parallel degrees fit neither the ranks nor the experts.
         """
-        config = cls.Config(model=model, pad_to_multiple_of=settings.pad_to_multiple_of, **config_fields(model, settings))
+        config = cls.Config(
+            model=model,
+            pad_to_multiple_of=settings.pad_to_multiple_of,
+            gathers_once=settings.gather == "step",
+            step_log=settings.step_log,
+            staging_bytes=settings.staging_bytes,
+            **config_fields(model, settings),
+        )
         start_alone()
         return cls(config)
 
@@ -80,60 +120,87 @@ class RoutePackTrainer(Trainer):
         """The model, sharded."""
         return cast(Decoder, self.model_parts[0])
 
+    @property
+    def sharded(self) -> FSDPModule:
+        """The same model as what FSDP made of it."""
+        return cast(FSDPModule, self.model_parts[0])
+
     def init_distributed(self) -> ParallelDims:
         """TorchTitan's meshes, on the process group that exists or on the one that TorchTitan starts."""
         if not dist.is_initialized():
             return super().init_distributed()
         return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
 
-    def update(self, batch: RolloutBatch, plan: Plan, loss: TokenLoss) -> dict[str, float]:
+    def update(self, batch: Window, plan: Plan, loss: TokenLoss, *, save: bool = True) -> dict[str, float]:
         """One optimizer step on a window: move experts as planned, then M microbatches, then AdamW.
 
-        Every rank passes the same batch, plan and loss. The sum of the losses is divided by all tokens of the window that
-        ``loss_mask`` trains, so packing and placement change neither the loss nor the gradient.
+        Every rank passes the same plan and loss, and the same batch or the sequences that it holds. The sum of the losses is
+        divided by all tokens of the window that ``loss_mask`` trains, so packing and placement change neither the loss nor the
+        gradient. With *save*, a checkpoint that is due is saved; without, the caller calls :meth:`save`.
 
         Returns:
             ``loss``, ``grad_norm`` (before clipping), ``learning_rate``, ``trained_tokens``, ``num_microbatches``,
-            ``experts_moved``, and the loss's own metrics averaged over trained tokens. The same on every rank.
+            ``experts_moved``, ``move_ms``, and the loss's own metrics averaged over trained tokens; and what
+            :meth:`~routepack.integrations.torchtitan.observer.StepObserver.finish` saw. The same on every rank.
 
         Raises:
             PlanError: the plan fits neither the batch nor this trainer, or ranks hold different ones.
             TraceError: the batch cannot be trained on, see :func:`routepack.materialize.microbatches`.
         """
+        (figures,) = self.update_minibatches(batch, plan, loss, num_minibatches=1, save=save)
+        return figures
+
+    def update_minibatches(
+        self, batch: Window, plan: Plan, loss: TokenLoss, *, num_minibatches: int, save: bool = True
+    ) -> list[dict[str, float]]:
+        """Several optimizer steps on a window, each on a group of its microbatches, after one move; the figures of each.
+
+        As :meth:`update`, with every step's loss divided by the tokens that its own microbatches train. ConfigError where the
+        plan's microbatches cannot be dealt equally, TraceError where a group trains no token.
+        """
         microbatches = self._agreed_microbatches(batch, plan)
-        trained_tokens = num_trained_tokens(batch)
-        experts_moved = self._move(plan.placement)
-        self._loss, self._metric_sums = loss, {}
-        self.gradient_accumulation_steps = len(microbatches)
+        groups = minibatches.split(plan, num_minibatches)
+        trained = [trained_tokens(batch, plan, group) for group in groups]
+        moved: dict[str, float] = {"experts_moved": self.move_experts(plan.placement), "move_ms": 1e3 * self.last_move.seconds}
+        steps = []
+        for group, num_trained in zip(groups, trained, strict=True):
+            figures = self._step([microbatches[m] for m in group], loss, num_trained)
+            live = self.observer.finish(plan, group, self._step_seconds, self.step)
+            if save:
+                self.save()
+            steps.append({**live, **figures, **moved})
+            # The move was one, before the first step.
+            moved = dict.fromkeys(moved, 0)
+        return steps
+
+    def _step(self, microbatches: list[Microbatch], loss: TokenLoss, num_trained: int) -> dict[str, float]:
+        self._loss, self._means = loss, TokenMeans()
+        self.gradient_accumulation_steps = self._microbatches_left = len(microbatches)
         self.step += 1
         self.gc_handler.run(self.step)
         learning_rate = self.learning_rate
-        self.train_step(self._inputs(microbatches))
-        if self.config.checkpoint.enable:
-            self.checkpointer.save(self.step)
-        counts: dict[str, float] = {
-            "trained_tokens": trained_tokens,
-            "num_microbatches": len(microbatches),
-            "experts_moved": experts_moved,
-        }
-        rates = {**cast(StepMetrics, self.metrics_processor).last, **self._mean_metrics(trained_tokens)}
+        self.observer.start()
+        started = time.perf_counter()
+        with distributed.together(f"step {self.step} was trained"):
+            self.train_step(self._inputs(microbatches))
+        self._step_seconds = time.perf_counter() - started
+        counts: dict[str, float] = {"trained_tokens": num_trained, "num_microbatches": len(microbatches)}
+        rates = {**cast(StepMetrics, self.metrics_processor).last, **self._means.over_ranks(num_trained)}
         rates |= {"learning_rate": learning_rate}
         return {name: float(value) for name, value in rates.items()} | counts
 
-    def log_probabilities(self, batch: RolloutBatch, plan: Plan) -> np.ndarray:
+    def log_probabilities(self, batch: Window, plan: Plan) -> np.ndarray:
         """float32 [N]: the log-probability of every token given the earlier ones, under replay; 0 for first tokens.
 
-        Moves experts as planned first, so that the update that follows finds them in place. The same on every rank.
+        Moves experts as planned first, so that the update that follows finds them in place. The same on every rank;
+        of its own tokens alone where a rank holds its own sequences.
         """
         microbatches = self._agreed_microbatches(batch, plan)
-        self._move(plan.placement)
-        results = [self._forward_only(microbatch) for microbatch in microbatches]
-        # FSDP leaves the last layers gathered for a backward pass that does not come, and would miss a later load.
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        logprobs_N = materialize.scatter_back(microbatches, results, int(batch.num_tokens_S.sum()))
-        return distributed.sum_over_ranks(torch.from_numpy(logprobs_N).to(self.device)).cpu().numpy()
+        self.move_experts(plan.placement)
+        with distributed.together("log-probabilities were computed"):
+            results = [self._forward_only(microbatch) for microbatch in microbatches]
+        self._reshard()
+        return by_token(batch, microbatches, results)
 
     def set_learning_rate(self, rate: float) -> None:
         """Use *rate* from the next update on. TorchTitan's schedule multiplies it, by 1 once warm-up is over."""
@@ -150,46 +217,120 @@ class RoutePackTrainer(Trainer):
     def move_experts(self, placement: ExpertPlacement) -> int:
         """Put the experts where *placement* says, weights and optimizer state; call it between optimizer steps.
 
+        All or nothing: ranks agree before the first byte moves. :attr:`last_move` has the figures.
+
         Returns:
             How many experts, over all layers, changed their EP rank.
 
         Raises:
-            PlanError: the placement has other layers or experts than the model, or ranks hold different ones.
+            PlanError: the placement has other layers or experts than the model, ranks hold different ones, or one cannot
+                move. Every rank keeps the placement that it had.
+            RankLostError: a rank was lost during the move. The experts are torn: this trainer refuses to go on.
         """
-        digest = digest_of(placement.physical_to_logical_LP)
-        distributed.agree(digest, "placement", error=self._placement_error(placement), device=self.device)
-        return self._move(placement)
+        self.check_whole()
+        self._reshard()
+        try:
+            self.last_move = moves.move_experts(
+                overrides.placed_layers(self.model),
+                self.optimizers,
+                self.placement,
+                placement,
+                num_ranks=self.parallel_dims.ep,
+                staging=self.staging,
+                error=self._placement_error(placement),
+            )
+        except RankLostError as error:
+            self._torn = error
+            raise
+        self.set_placement(placement)
+        return self.last_move.num_experts
+
+    def _reshard(self) -> None:
+        # FSDP leaves the last layers gathered after a forward, for a backward pass that may not come: a load or a move that
+        # follows would be missed.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def check_whole(self) -> None:
+        """Raise RankLostError if a move was interrupted and the experts are torn."""
+        if self._torn is not None:
+            raise RankLostError(f"an earlier move did not end, this trainer cannot go on: {self._torn}")
+
+    def logical_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Full parameters by name, experts in logical order, on every rank, one at a time. Collective at every step."""
+        self.check_whole()
+        logical_LE = self._slots(self.placement.logical_to_physical_LE)
+        for name, parameter in self._named_parameters():
+            full = _full(parameter)
+            yield name, full[logical_LE[name]] if name in logical_LE else full
 
     def logical_state_dict(self) -> dict[str, Tensor]:
-        """Full parameters by name, experts in logical order, on every rank: for ``model.load_full_state``. Collective."""
-        logical_LE = self._slots(self.placement.logical_to_physical_LE)
-        return {name: _full(p)[logical_LE[name]] if name in logical_LE else _full(p) for name, p in self._named_parameters()}
+        """All of :meth:`logical_parameters`: for ``model.load_full_state``. Collective."""
+        return dict(self.logical_parameters())
 
-    @torch.no_grad()
     def load_full_state(self, state: Mapping[str, Tensor]) -> None:
         """Take full parameters in logical order, as :meth:`logical_state_dict` gives them; optimizer state stays.
 
         Every rank passes the same. Raises ConfigError where names or shapes differ.
         """
-        check_state(dict(self._named_parameters()), state)
+        check_names(self.parameter_shapes(), {name: value.shape for name, value in state.items()})
+        self.load_parameters(state.items())
+
+    @torch.no_grad()
+    def load_parameters(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Take full parameters in logical order, one at a time, so that one of them is in memory; optimizer state stays.
+
+        Every rank passes the same, in any order. Raises ConfigError at a name or shape that the model lacks, and at the end
+        where a parameter is missing; what came before has been taken.
+        """
+        own = dict(self._named_parameters())
         physical_LP = self._slots(self.placement.physical_to_logical_LP)
-        for name, parameter in self._named_parameters():
-            full = state[name].to(self.device)
+        for name, full in checked(parameters, self.parameter_shapes()):
+            full = full.to(self.device)
             full = full[physical_LP[name]] if name in physical_LP else full
-            if isinstance(parameter, DTensor):
-                parameter.to_local().copy_(moves.ShardLayout.of(parameter).local(full))
-            else:
-                parameter.copy_(full)
+            moves.take_shard(own[name], full)
 
-    def state_dict(self) -> dict[str, Any]:
-        """TorchTitan's training state and the placement that the saved weights and moments are in."""
-        slots_LP = torch.from_numpy(self.placement.physical_to_logical_LP.astype(np.int64))
-        return {**super().state_dict(), "physical_to_logical_LP": slots_LP}
+    def parameter_shapes(self) -> dict[str, torch.Size]:
+        """The full shape of every parameter, by name."""
+        return {name: parameter.shape for name, parameter in self._named_parameters()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take training state and placement; weights and moments are loaded beside it, already in that placement."""
-        super().load_state_dict(state_dict)
-        self._set_placement(ExpertPlacement(physical_to_logical_LP=state_dict["physical_to_logical_LP"]))
+    @property
+    def expert_parallel_degree(self) -> int:
+        """R, the ranks that share one copy of the experts."""
+        return self.parallel_dims.ep
+
+    def logical_of_parameter(self) -> dict[str, np.ndarray]:
+        """int64 [P] for each expert parameter by name: the expert in each slot."""
+        slots = self._slots(self.placement.physical_to_logical_LP)
+        return {name: logical_P.cpu().numpy() for name, logical_P in slots.items()}
+
+    def resume(self) -> int:
+        """Load the last complete checkpoint if there is one; gives the number of steps that were trained. Collective.
+
+        Ranks, EP degree and placement may differ from those that it was saved with. The placement is restored where the EP
+        degree is the same; elsewhere expert e is in slot e.
+        """
+        self.checkpointer.load(step=self.config.checkpoint.load_step)
+        return self.step
+
+    def save(self, *, last: bool = False) -> bool:
+        """Save a checkpoint if one is due, or if none was saved of the *last* step; whether one was. Collective."""
+        return self.checkpointer.save(self.step, last_step=last)
+
+    def export_huggingface(self, folder: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Write the weights in Hugging Face's format into a new *folder*, experts in logical order. Collective.
+
+        Raises ConfigError where the model has no names in that format, CheckpointError where the folder cannot be written.
+        """
+        self.check_whole()
+        spec, state = self.config.model_spec, ModelWrapper(self.model_parts).state_dict()
+        assert spec is not None
+        adapter = spec.state_dict_adapter(self.model_config, None) if spec.state_dict_adapter else None
+        floats = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
+        unfinished = folders.fresh_folder(Path(folder))
+        huggingface.write(unfinished, floats, adapter, self.logical_of_parameter())
+        folders.commit(unfinished, Path(folder))
 
     def post_dataloading_process(self, input_dict: dict[str, Any], labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """TorchTitan's hook before the forward: takes RoutePack's microbatch out and sets its routes for replay."""
@@ -207,15 +348,24 @@ class RoutePackTrainer(Trainer):
         microbatch, token_loss = self._microbatch, self._loss
         if microbatch is None or token_loss is None:
             return super()._forward_backward_body(inputs, labels, global_valid_tokens, extra_kwargs)
+        self._defer_until_last()
         with self.train_context():
             logprobs_n = self._logprobs(inputs, extra_kwargs, microbatch.targets_n)
             logprobs_n = torch.where(microbatch.loss_mask_n.bool(), logprobs_n, torch.zeros_like(logprobs_n))
             loss_n = token_loss(logprobs_n, microbatch.fields)
             loss = self.normalized(loss_n, microbatch.loss_mask_n, global_valid_tokens)
             loss.backward()
-        self._add_metrics(token_loss, logprobs_n.detach(), microbatch)
+        self._means.add(token_loss.metrics(logprobs_n.detach(), microbatch.fields), microbatch.loss_mask_n)
+        self.observer.add(self.model, microbatch)
         overrides.set_replay(self.model, None)
         return loss
+
+    def _defer_until_last(self) -> None:
+        """Where parameters are gathered once a window, gradients stay unsharded too until its last microbatch."""
+        self._microbatches_left -= 1
+        if cast(RoutePackTrainer.Config, self.config).gathers_once:
+            self.sharded.set_requires_gradient_sync(self._microbatches_left == 0)
+            self.sharded.set_reshard_after_backward(self._microbatches_left == 0)
 
     def _logprobs(self, inputs: Tensor, extra_kwargs: dict[str, Any], targets_n: Tensor) -> Tensor:
         logits_nV = self.model(inputs, **extra_kwargs)[0].float()
@@ -246,16 +396,18 @@ class RoutePackTrainer(Trainer):
         labels = torch.where(replayed.loss_mask_n.bool(), replayed.targets_n, IGNORE_INDEX)
         return inputs, labels[None]
 
-    def _agreed_microbatches(self, batch: RolloutBatch, plan: Plan) -> list[Microbatch]:
+    def _agreed_microbatches(self, batch: Window, plan: Plan) -> list[Microbatch]:
         microbatches, error = [], None
         try:
-            self._check_plan(batch, plan)
-            rank = self.parallel_dims.get_mesh("batch").get_local_rank() if self.parallel_dims.dp_enabled else 0
-            microbatches = materialize.microbatches(plan, batch, rank, pad_to_multiple_of=self.pad_to_multiple_of)
+            self._check_plan(own_batch(batch), plan)
+            microbatches = cut(batch, plan, self._data_parallel_rank(), pad_to_multiple_of=self.pad_to_multiple_of)
         except RoutePackError as caught:
             error = caught
         distributed.agree(plan.content_digest(), "plan", error=error, device=self.device)
         return microbatches
+
+    def _data_parallel_rank(self) -> int:
+        return self.parallel_dims.get_mesh("batch").get_local_rank() if self.parallel_dims.dp_enabled else 0
 
     def _check_plan(self, batch: RolloutBatch, plan: Plan) -> None:
         degrees = (self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard, self.parallel_dims.ep)
@@ -269,22 +421,13 @@ class RoutePackTrainer(Trainer):
         longest, limit = int(batch.num_tokens_S.max()), self.config.training.seq_len
         if longest > limit + 1:
             raise TraceError(f"a sequence has {longest} tokens; model.max_seq_len={limit} feeds in at most {limit}: raise it.")
-        num_trained_tokens(batch)
 
     def _placement_error(self, placement: ExpertPlacement) -> PlanError | None:
         placed, own = placement.physical_to_logical_LP.shape, self.placement.physical_to_logical_LP.shape
         return None if placed == own else PlanError(f"the placement is of {placed} [layers, experts]; the model has {own}.")
 
-    def _move(self, placement: ExpertPlacement) -> int:
-        source_LP = moves.slot_sources(self.placement, placement)
-        for layer, source_P in zip(overrides.placed_layers(self.model), source_LP, strict=True):
-            if (source_P != np.arange(len(source_P))).any():
-                moves.move_layer(layer, self.optimizers, source_P)
-        num_moved = moves.num_experts_moved(self.placement, placement, self.parallel_dims.ep)
-        self._set_placement(placement)
-        return num_moved
-
-    def _set_placement(self, placement: ExpertPlacement) -> None:
+    def set_placement(self, placement: ExpertPlacement) -> None:
+        """From now on the weights, as they lie, are those of *placement*; :meth:`move_experts` moves them."""
         self.placement = placement
         for layer, slots_P in zip(overrides.placed_layers(self.model), placement.physical_to_logical_LP, strict=True):
             layer.set_placement(torch.from_numpy(slots_P.astype(np.int64)).to(self.device))
@@ -299,17 +442,6 @@ class RoutePackTrainer(Trainer):
             index = torch.from_numpy(slots_E.astype(np.int64)).to(self.device)
             rows.update({id(parameter): index for parameter in layer.inner_experts.parameters()})
         return {name: rows[id(parameter)] for name, parameter in self._named_parameters() if id(parameter) in rows}
-
-    def _add_metrics(self, token_loss: TokenLoss, logprobs_n: Tensor, microbatch: ReplayedMicrobatch) -> None:
-        for name, value_n in token_loss.metrics(logprobs_n, microbatch.fields).items():
-            self._metric_sums[name] = self._metric_sums.get(name, 0.0) + (value_n * microbatch.loss_mask_n).sum()
-
-    def _mean_metrics(self, trained_tokens: int) -> dict[str, float]:
-        if not self._metric_sums:
-            return {}
-        names = sorted(self._metric_sums)
-        sums = distributed.sum_over_ranks(torch.stack([self._metric_sums[name] for name in names]))
-        return dict(zip(names, (sums / trained_tokens).tolist(), strict=True))
 
 
 def _full(parameter: Tensor) -> Tensor:
