@@ -1,4 +1,4 @@
-"""``routepack train | plan | verify | convert | inspect | report | calibrate | check``. Exits: 0 done, 1 wrong input, 2 usage."""
+"""``routepack train | plan | verify | convert | inspect | report | calibrate | check``. Exits: 0 done, 1 input, 2 usage."""
 
 from __future__ import annotations
 
