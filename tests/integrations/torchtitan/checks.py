@@ -33,6 +33,7 @@ from routepack.integrations.torchtitan.model import TinyQwen3MoE, build_local_mo
 from routepack.integrations.torchtitan.progress import Progress
 from routepack.integrations.torchtitan.rl import RLRun
 from routepack.integrations.torchtitan.settings import TrainerSettings
+from routepack.integrations.torchtitan.tasks import CountingTask, Grade, Prompt
 from routepack.integrations.torchtitan.trainer import RoutePackTrainer
 from routepack.planner import Planner
 from routepack.testing import synthetic_batch
@@ -592,15 +593,26 @@ SMALL_RL = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class OddTask(CountingTask):
+    """Rewards that differ between any two responses of a model that has learnt nothing yet."""
+
+    def grade(self, prompt: Prompt, response: np.ndarray) -> Grade:
+        return Grade(reward=float(np.mean(response % 2)), num_judged=len(response))
+
+
 def rl_run(**changes: Any) -> RLRun:
     options = SMALL_RL | {"topology.data_parallel_degree": dist.get_world_size(), "out": tempfile.mkdtemp()} | changes
     experiment = build_experiment(load([TINY_RL], [f"{name}={value}" for name, value in options.items()]))
+    task = {one.name: getattr(experiment.task, one.name) for one in fields(experiment.task)}
+    experiment = replace(experiment, task=OddTask(**task))
     return RLRun(experiment=experiment, progress=Progress(enabled=False, log_folder=experiment.out))
 
 
 def untimed(history: list[dict[str, float]]) -> list[dict[str, float]]:
     """Figures without those that the clock gives."""
-    return [{k: v for k, v in one.items() if "second" not in k and not k.endswith("_ms")} for one in history]
+    clock = ("second", "prediction_error", "_ms")
+    return [{name: value for name, value in one.items() if not any(part in name for part in clock)} for one in history]
 
 
 def weights(run: RLRun) -> dict[str, np.ndarray]:
@@ -647,7 +659,7 @@ def reinforces_on_the_spot(**changes: Any) -> dict[str, Any]:
         figures = run.trainer.update(trained, plan, run.experiment.loss)
         history.append(figures | {"reward": float(batch.sequence_fields["rewards"].mean()), "experts_moved": moved})
         digests.append(plan.digest)
-    return {"history": history, "digests": digests, "weights": weights(run)}
+    return {"history": untimed(history), "digests": digests, "weights": weights(run)}
 
 
 class FailingPlanner(Planner):
