@@ -20,8 +20,8 @@ from routepack.types import ExpertPlacement, Packing
 if TYPE_CHECKING:
     from routepack.planner import Candidate, Search
 
-PHASE_PROPOSALS = 64
-"""Proposals of a phase, per sequence."""
+PHASE_PROPOSALS, LARGE_WINDOW, LARGE_PHASE_PROPOSALS = 64, 16_384, 256
+"""Proposals of a phase, per sequence; and in windows of at least so many sequences, whose rows no cache holds."""
 FEWEST_PHASES = 16
 FINISHING = 3
 """Last phases, at temperature zero."""
@@ -33,6 +33,13 @@ CHAIN_PROPOSALS = 500
 """Proposals per sequence that a search of its own takes at least."""
 CHAINS = (HOT, 1.0, HOT, 8.0)
 """From how hot each of them starts: where a few long sequences weigh much, their moves need more than is typical."""
+LARGE_HOT = 1.2
+"""The same in a large window: annealed in proposals too few to settle, it is better stirred first."""
+
+
+def usual_proposals(num_sequences: int) -> int:
+    """Proposals of a phase where there is time."""
+    return (LARGE_PHASE_PROPOSALS if num_sequences >= LARGE_WINDOW else PHASE_PROPOSALS) * num_sequences
 
 
 def candidates(search: Search) -> Iterator[Candidate]:
@@ -155,8 +162,9 @@ class _Alternation:
 
     def __post_init__(self) -> None:
         search = self.search
-        per_phase = PHASE_PROPOSALS * search.demand.num_sequences
-        self.phases = max(FEWEST_PHASES, round(self.num_proposals / per_phase))
+        self.usual = usual_proposals(search.demand.num_sequences)
+        self.hot = LARGE_HOT if search.demand.num_sequences >= LARGE_WINDOW else CHAINS[self.chain]
+        self.phases = max(FEWEST_PHASES, round(self.num_proposals / self.usual))
         self.proposals = -(-self.num_proposals // self.phases)
         self.load_SRL = search.load_of(self.placement)
         problem = search.problem(self.load_SRL)
@@ -166,10 +174,12 @@ class _Alternation:
     def run(self) -> Iterator[Candidate]:
         """Cool, then finish; yields what the finish meets."""
         for phase, progress in enumerate(self._progress()):
-            heat = CHAINS[self.chain] * (COLD / CHAINS[self.chain]) ** progress * self.typical
+            heat = self.hot * (COLD / self.hot) ** progress * self.typical
             self._pack(phase, heat)
             self._place(phase, heat)
         for phase in range(FINISHING):
+            if phase and self.search.deadline is not None and time.monotonic() > self.search.deadline:
+                break
             best = self._better(self._priced())
             yield best
             self._pack(-1 - phase, 0.0)
@@ -186,19 +196,19 @@ class _Alternation:
             yield from (phase / max(1, hot - 1) for phase in range(hot))
             return
         started = now = time.monotonic()
-        longest = 0.0
+        usually, phases = 0.0, 0
         self._fit_phase(FEWEST_PHASES, 1.0)
-        # The finish takes about as long as so many phases.
-        while now + (1 + FINISHING) * longest <= deadline:
-            yield (now - started) / max(1e-9, deadline - FINISHING * longest - started)
-            taken, now = time.monotonic() - now, time.monotonic()
-            longest = max(longest, taken)
+        # The finish takes about as long as so many phases, and is cut short where it takes longer.
+        while now + (1 + FINISHING) * usually <= deadline:
+            yield (now - started) / max(1e-9, deadline - FINISHING * usually - started)
+            taken, now, phases = time.monotonic() - now, time.monotonic(), phases + 1
+            usually = (now - started) / phases
             self._fit_phase(taken, (deadline - started) / FEWEST_PHASES)
 
     def _fit_phase(self, taken: float, wanted: float) -> None:
         """Shorter or longer phases, up to the usual, so that there is time for enough of them."""
-        usual = PHASE_PROPOSALS * self.search.demand.num_sequences
-        self.proposals = min(usual, max(1, usual // FEWEST_PHASES, int(self.proposals * wanted / taken)))
+        least = max(1, self.usual // FEWEST_PHASES)
+        self.proposals = min(self.usual, max(least, int(self.proposals * wanted / taken)))
 
     def _seed(self, phase: int) -> int:
         return (self.search.planner.seed * len(CHAINS) + self.chain) * 2**20 + phase % 2**20
@@ -220,7 +230,7 @@ class _Alternation:
         seed = self._seed(phase)
         rows = heat / search.rates.expert if search.rates.expert else 0.0
         # As short as a phase packs, so long it places: a small budget is small in both.
-        effort = min(1.0, self.proposals / (PHASE_PROPOSALS * search.demand.num_sequences))
+        effort = min(1.0, self.proposals / self.usual)
         self.placement = refined(search, self.placement, self.packing, temperature=rows, seed=seed, effort=effort)
         self.load_SRL = search.load_of(self.placement)
 

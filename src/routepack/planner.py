@@ -177,11 +177,11 @@ class Search:
         return self.started + self.kernel_seconds
 
     def keep_time(self) -> None:
-        """Leave twice the time for the end that the beginning took: the same is priced, and more."""
+        """Leave three times the time for the end that the beginning took: the same is priced, and more."""
         limit = self.planner.time_limit_seconds
         if self.deadline is not None and limit is not None:
             beginning = time.monotonic() - self.clock_started
-            self.deadline -= min(limit * MOST_RESERVE, max(limit * LEAST_RESERVE, 2 * beginning))
+            self.deadline -= min(limit * MOST_RESERVE, max(limit * LEAST_RESERVE, 3 * beginning))
 
     def baseline(self) -> Candidate:
         """Identity placement and first-fit packing."""

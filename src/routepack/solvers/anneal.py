@@ -32,6 +32,12 @@ FINISH_SHARE = 0.1
 """Share of the proposals that the zero-temperature finish on the exact objective gets."""
 HOT, COLD = 0.3, 0.02
 """Temperatures at the begin and end, in typical changes of the energy, where none are given."""
+MANY_GROUPS = 16
+"""From so many groups on, a round at zero temperature begins with the fullest groups against the lightest: few of all
+proposals touch the fullest, and no other lowers it."""
+EVENINGS, EVENING_SHARE, PAIRS = 16, 0.1, 8
+"""How often groups are paired so in such a round, the share of its proposals that goes there, and one in how many groups
+is evened out: to lower a group that is not the fullest only costs the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +116,11 @@ def _random_states(rng: np.random.Generator, count: int) -> np.ndarray:
 
 def _round(layout: Layout, pool, num_proposals: int, temperature: float, rng: np.random.Generator) -> None:
     """Deal the blocks of units into domains and anneal each for its share of the proposals."""
+    if temperature == 0 and layout.groups_apart and layout.num_groups >= MANY_GROUPS:
+        spent = int(num_proposals * EVENING_SHARE)
+        for _ in range(EVENINGS):
+            _even_groups(layout, pool, spent // EVENINGS, rng)
+        num_proposals -= spent
     domains = DOMAINS if layout.num_blocks >= FEWEST_BLOCKS * DOMAINS and temperature > 0 else 1
     domain_of_B = rng.permutation(layout.num_blocks) % domains
     domain_of_S = domain_of_B[layout.cell_of_S // (layout.num_cells // layout.num_blocks)]
@@ -120,4 +131,24 @@ def _round(layout: Layout, pool, num_proposals: int, temperature: float, rng: np
     tasks = zip(members, shares, _random_states(rng, domains), seen, strict=True)
     jobs = [pool.submit(layout.run, some, share, temperature, near, state, seen=own) for some, share, state, own in tasks]
     for job in jobs:
+        job.result()
+
+
+def _even_groups(layout: Layout, pool, num_proposals: int, rng: np.random.Generator) -> None:
+    """Lower the fullest groups, each paired with one of the lightest; pairs share nothing."""
+    cost_G, num_groups = layout.cost_G(), layout.num_groups
+    order_G = np.argsort(cost_G, kind="stable")
+    group_of_S = layout.cell_of_S // layout.cells_per_unit % num_groups
+    pairs = [(order_G[-1 - k], order_G[k]) for k in range(max(1, num_groups // PAIRS))]
+    states = _random_states(rng, len(pairs))
+
+    def even(fullest: int, lightest: int, state: np.ndarray) -> None:
+        members = np.flatnonzero((group_of_S == fullest) | (group_of_S == lightest))
+        # A kernel that sees no other group takes the costlier of the two for the fullest of all.
+        seen = np.zeros_like(cost_G)
+        seen[[fullest, lightest]] = cost_G[[fullest, lightest]]
+        share = num_proposals * len(members) // len(group_of_S)
+        layout.run(members, share, 0.0, near_places(len(members)), state, seen=seen)
+
+    for job in [pool.submit(even, *pair, state) for pair, state in zip(pairs, states, strict=True)]:
         job.result()

@@ -6,6 +6,7 @@ Letters: :mod:`routepack.types`; I attention stages, C = M x W cells, U = M x G 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -41,6 +42,9 @@ class Layout:
     after the last comes an empty one, with which a move is a swap. With *only_swaps* nothing moves alone, so that
     every cell keeps its number of sequences.
     """
+
+    groups_apart: ClassVar[bool] = True
+    """Whether a group's cost is a sum over units of its own, which other groups do not change."""
 
     def __init__(
         self, *, cell_of_S, length_S, load_SRL, weights: Weights, max_tokens, num_cells, cells_per_unit, num_groups,
@@ -126,6 +130,8 @@ class Layout:
 
 class JoinedLayout(Layout):
     """The same where the groups of a microbatch wait for one another: in every layer and attention stage, or once."""
+
+    groups_apart: ClassVar[bool] = False
 
     def __init__(self, *, by_layer: bool, **figures):
         self.by_layer = by_layer
