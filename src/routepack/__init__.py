@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from routepack import solvers, testing
+    from routepack import formats, solvers, testing
     from routepack.background import BackgroundPlanner, PlanTiming
     from routepack.communication import FreeLinks, Links, LinkSpeeds, WindowNormalizedLinks, copies_across
     from routepack.components.baselines import (
@@ -69,7 +69,7 @@ _NAMES = {
     "verification": ("verify",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
-_MODULES = ("solvers", "testing")
+_MODULES = ("formats", "solvers", "testing")
 
 __all__ = [
     "AlwaysMove",
@@ -117,6 +117,7 @@ __all__ = [
     "WindowNormalizedCost",
     "WindowNormalizedLinks",
     "copies_across",
+    "formats",
     "inspect_routing",
     "load_demand",
     "load_plan",

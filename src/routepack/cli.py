@@ -1,10 +1,11 @@
-"""``routepack train | plan | verify | inspect | report | check``. Exit codes: 0 done, 1 wrong input, 2 wrong usage."""
+"""``routepack train | plan | verify | convert | inspect | report | check``. Exit codes: 0 done, 1 wrong input, 2 wrong usage."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -177,6 +178,95 @@ def check(layers: Layers) -> None:
         check_training(config)
     typer.echo(OmegaConf.to_yaml(config).rstrip())
     typer.echo("ok", err=True)
+
+
+@app.command()
+def convert(
+    stack: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="STACK",
+            help="vllm, sglang, verl, slime, miles, nemo-rl, prime-rl, verifiers, areal, skyrl, megatron or arrays.",
+        ),
+    ],
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A .jsonl, .npz or .safetensors file, or a folder of .jsonl files.")
+    ],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="The routepack.trace/1 file to write.")],
+    model_config: Annotated[Path | None, typer.Option(help="The model's config.json: experts, top-k, layers.")] = None,
+    num_experts: Annotated[int | None, typer.Option(help="Logical routed experts; wins over the config.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Experts a token; flat payloads need it.")] = None,
+    num_layers: Annotated[int | None, typer.Option(help="Decoder layers, draft layers left out.")] = None,
+    moe_layers: Annotated[
+        str | None, typer.Option(metavar="1-26,28", help="Layers with a router; else those that route.")
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="strict: bad routing is an error; lenient: mask, count and report it.")
+    ] = "strict",
+    merge: Annotated[str | None, typer.Option(help="Rows that turns recorded differently: keep_first or keep_last.")] = None,
+    require: Annotated[bool, typer.Option("--require", help="Every sequence must have routes.")] = False,
+    max_missing_share: Annotated[float, typer.Option(help="Largest share of rows that may be masked.")] = 0.5,
+    veomni: Annotated[bool, typer.Option("--veomni", help="verl: a repeated id means that a row was not recorded.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
+) -> None:
+    """Read what a stack recorded, mask what is no route, and write a trace: sequences, coverage, reasons, suspicious signs."""
+    from routepack.formats import ImportOptions
+    from routepack.formats import convert as convert_file
+
+    options: dict[str, Any] = {
+        "options": ImportOptions(policy=policy, merge=merge, require=require, max_missing_share=max_missing_share)
+    }
+    if veomni:
+        if stack != "verl":
+            raise ConfigError(f"--veomni is for --from verl, not {stack}.")
+        options["veomni"] = True
+    model = _model_routing(model_config, num_experts=num_experts, top_k=top_k, num_layers=num_layers, moe_layers=moe_layers)
+    with _progress(source) as progress:
+        report = convert_file(stack, source, destination, model, progress=progress, **options).report
+    if as_json:
+        typer.echo(json.dumps({"out": str(destination)} | report.figures()))
+        return
+    console = Console()
+    for label, value in report.lines():
+        console.print(f"{label:<24}{value}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"Trace: {destination}. Next: routepack plan configs/plan.yaml trace={destination}", soft_wrap=True)
+
+
+def _model_routing(config: Path | None, *, moe_layers: str | None, **sizes: int | None) -> Any:
+    from routepack.formats import ModelRouting
+
+    loaded: Any = {}
+    if config is not None:
+        try:
+            loaded = json.loads(config.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{config} cannot be read as JSON: {error}.") from error
+    layers = None if moe_layers is None else _layer_numbers(moe_layers)
+    return ModelRouting.from_config(loaded, moe_layers=layers, **sizes)
+
+
+def _layer_numbers(text: str) -> list[int]:
+    """``1-3,5`` as 1, 2, 3, 5."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.strip().isdecimal() or not (last or first).strip().isdecimal() or len(part) > 15:
+            raise ConfigError(f"--moe-layers {text!r} names layers as in 1-26,28.")
+        numbers += range(int(first), min(int(last or first), 2**16) + 1)
+    return numbers
+
+
+@contextmanager
+def _progress(source: Path) -> Iterator[Callable[[int, int], None]]:
+    """A bar on the terminal, for files that take more than a moment to read."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"Reading {source.name}", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def split_layers(layers: list[str]) -> tuple[list[str], list[str]]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from routepack.checks import whole
 from routepack.errors import ConfigError, PlanError, TraceError
+from routepack.layout import lay_out, lay_out_routes, packed_layout, spread_routes
 from routepack.planned import Plan
 from routepack.recorded import RolloutBatch
 
@@ -175,32 +176,25 @@ def _padded(microbatch: Microbatch, plan: Plan, rank: int, multiple: int) -> Mic
     padding = -microbatch.num_tokens % multiple
     if not padding:
         return microbatch
-
-    def extended(value_n: np.ndarray, fill: int | np.ndarray = 0) -> np.ndarray:
-        tail = np.broadcast_to(np.asarray(fill, dtype=value_n.dtype), (padding, *value_n.shape[1:]))
-        return np.concatenate([value_n, tail])
-
-    routes = padding_routes(plan, padding, microbatch.routed_experts_nLK.shape[2], first=rank * padding)
+    fed_S = np.diff(microbatch.cu_seqlens)
+    layout = packed_layout(fed_S, pad_to_multiple_of=multiple, first_ordinal=rank * padding)
+    routes_nLK = lay_out_routes(microbatch.routed_experts_nLK, layout, plan.placement, plan.topology.expert_parallel_degree)
     return Microbatch(
         sequences_S=microbatch.sequences_S,
         cu_seqlens=microbatch.cu_seqlens,
-        token_ids_n=extended(microbatch.token_ids_n),
-        positions_n=extended(microbatch.positions_n, np.arange(padding)),
-        targets_n=extended(microbatch.targets_n),
-        target_index_n=extended(microbatch.target_index_n, NO_TARGET),
-        routed_experts_nLK=extended(microbatch.routed_experts_nLK, routes),
-        fields={name: extended(value) for name, value in microbatch.fields.items()},
+        token_ids_n=lay_out(microbatch.token_ids_n, layout),
+        positions_n=lay_out(microbatch.positions_n, layout, np.arange(padding)),
+        targets_n=lay_out(microbatch.targets_n, layout),
+        target_index_n=lay_out(microbatch.target_index_n, layout, NO_TARGET),
+        routed_experts_nLK=routes_nLK,
+        fields={name: lay_out(value, layout) for name, value in microbatch.fields.items()},
     )
 
 
 def padding_routes(plan: Plan, num_padding: int, top_k: int, *, first: int = 0) -> np.ndarray:
     """int32 [num_padding, L, K]: logical experts for padding tokens number *first*, *first* + 1, ...
 
-    Choice i = ordinal * K + k goes to EP rank i mod R and there to slot (i // R) mod P/R: any E choices in a row are
-    different experts, and any R choices in a row are different ranks.
+    Spread over the plan's EP ranks as :func:`routepack.layout.spread_routes` says.
     """
-    num_experts, num_ranks = plan.placement.num_experts, plan.topology.expert_parallel_degree
-    slots = plan.topology.slots_per_rank(num_experts)
-    choice_nK = (first + np.arange(num_padding))[:, None] * top_k + np.arange(top_k)
-    slot_nK = (choice_nK % num_ranks) * slots + (choice_nK // num_ranks) % slots
-    return plan.placement.physical_to_logical_LP[:, slot_nK].transpose(1, 0, 2)
+    ordinal_n = first + np.arange(num_padding)
+    return spread_routes(ordinal_n, top_k, plan.placement, plan.topology.expert_parallel_degree)

@@ -41,7 +41,7 @@ def load_window(path: str | Path) -> RolloutBatch | RoutingDemand:
     """Read a trace or a demand file, whichever *path* is."""
     if Path(path).is_dir():
         return load_trace(path)
-    metadata, tensors = _read(path)
+    metadata, tensors = read_tensors(path)
     if metadata.get("format") == DEMAND:
         return _demand(path, metadata, tensors)
     _expect(path, metadata, TRACE, DEMAND)
@@ -54,7 +54,7 @@ def load_trace(path: str | Path) -> RolloutBatch:
     Raises TraceError for a file that is missing, truncated, of another format or contradicts itself.
     """
     if not Path(path).is_dir():
-        return _trace(path, *_read(path))
+        return _trace(path, *read_tensors(path))
     shards = sorted(Path(path).glob("*.safetensors"))
     if not shards:
         raise TraceError(f"{path} holds no .safetensors files: name a trace file or a folder of shards.")
@@ -123,7 +123,7 @@ def concatenate(batches: list[RolloutBatch]) -> RolloutBatch:
 
 def load_demand(path: str | Path) -> RoutingDemand:
     """Read a ``routepack.demand/1`` file. Raises TraceError as :func:`load_trace` does."""
-    return _demand(path, *_read(path))
+    return _demand(path, *read_tensors(path))
 
 
 def save_demand(demand: RoutingDemand, path: str | Path) -> None:
@@ -148,7 +148,7 @@ def save_demand(demand: RoutingDemand, path: str | Path) -> None:
 
 def load_plan(path: str | Path) -> Plan:
     """Read a ``routepack.plan/1`` file; whether it still is what was planned, :func:`routepack.verify` tells."""
-    metadata, tensors = _read(path)
+    metadata, tensors = read_tensors(path)
     _expect(path, metadata, PLAN)
     try:
         header = json.loads(metadata["plan"])
@@ -274,7 +274,7 @@ def _number(path: str | Path, metadata: dict[str, str], name: str) -> int:
         raise TraceError(f"{path} has {name}={metadata[name]!r}, which is not a whole number.") from error
 
 
-def _read(path: str | Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+def read_tensors(path: str | Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
     """Metadata and memory-mapped tensors. safetensors checks the header and the file's size; we map the bytes."""
     if Path(path).is_dir():
         raise TraceError(f"{path} is a folder: name a file.")

@@ -46,7 +46,7 @@ class RoutingDemandCollector:
         Raises TraceError for an id outside 0 .. E - 1 in a valid row, and where no sequence has
         enough valid rows to estimate the others from.
         """
-        return self._estimate(*self._count(batch))
+        return self.estimate(*self.count(batch))
 
     def add(
         self,
@@ -69,7 +69,7 @@ class RoutingDemandCollector:
             group_S=np.asarray([group]),
             modality_S=None if modality is None else np.asarray([modality]),
         )
-        demand, coverage_S = self._count(batch)
+        demand, coverage_S = self.count(batch)
         first = self._arrived[0] if self._arrived else demand
         if (demand.num_layers, demand.top_k) != (first.num_layers, first.top_k):
             raise TraceError(
@@ -99,10 +99,10 @@ class RoutingDemandCollector:
             modality_S=joined([one.modality_S for one in arrived]),
             num_masked_rows=sum(one.num_masked_rows for one in arrived),
         )
-        return self._estimate(window, np.asarray(coverage))
+        return self.estimate(window, np.asarray(coverage))
 
-    def _count(self, batch: RolloutBatch) -> tuple[RoutingDemand, np.ndarray]:
-        """What was recorded, and each sequence's share of valid rows."""
+    def count(self, batch: RolloutBatch) -> tuple[RoutingDemand, np.ndarray]:
+        """What was recorded, nothing estimated, and float64 [S], each sequence's share of valid rows."""
         # The compiled kernel costs half a second to load, which `import routepack` should not.
         from routepack.solvers.histogram import count_experts
 
@@ -126,8 +126,8 @@ class RoutingDemandCollector:
         )
         return demand, rows_S / np.maximum(batch.num_tokens_S - 1, 1)
 
-    def _estimate(self, demand: RoutingDemand, coverage_S: np.ndarray) -> RoutingDemand:
-        """Give sequences with too few valid rows the window's mean route per token."""
+    def estimate(self, demand: RoutingDemand, coverage_S: np.ndarray) -> RoutingDemand:
+        """A whole window's counts with the mean route per token for sequences that have too few valid rows."""
         estimated_S = (coverage_S < self.min_coverage) & (demand.length_S > 1)
         if not estimated_S.any():
             return demand

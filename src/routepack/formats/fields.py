@@ -1,0 +1,83 @@
+"""Reading records: a stack's dicts and objects alike, and the fields that travel with the routes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from routepack.arrays import to_numpy
+from routepack.checks import whole
+from routepack.errors import TraceError
+from routepack.formats.importing import ImportReport
+
+if TYPE_CHECKING:
+    from routepack.formats.assembler import RecordedSequence
+
+
+def value_of(record: Any, *names: str) -> Any:
+    """The first of *names* that *record*, a mapping or an object, has; None where it has none."""
+    for name in names:
+        # A plain dict first: to ask whether something is a Mapping costs more than all the rest.
+        is_mapping = type(record) is dict or isinstance(record, Mapping)
+        value = record.get(name) if is_mapping else getattr(record, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def whole_of(record: Any, name: str, where: str, default: int | None = None) -> int:
+    """A count or an offset of *record*; *default* where it has none."""
+    value = value_of(record, name)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        value = value.item()
+    return whole(f"{where}: {name}", value, least=0, error=TraceError)
+
+
+def token_array(value: Any, name: str) -> np.ndarray:
+    """Token ids as int64 [n]."""
+    array = flat_array(value, name)
+    if array.size and (array.dtype.kind not in "iu" or int(array.max()) >= 2**63):
+        raise TraceError(f"{name} has dtype {array.dtype}; token ids are whole numbers.")
+    return array.astype(np.int64, copy=False)
+
+
+def flat_array(value: Any, name: str) -> np.ndarray:
+    """Numbers as a numpy array [n]."""
+    array = to_numpy(value, name)
+    if array.ndim != 1 or array.dtype.kind not in "iufb":
+        raise TraceError(f"{name} has shape {array.shape} and dtype {array.dtype}; a flat list of numbers is needed.")
+    return array
+
+
+def records_of(source: Any, stack: str) -> Sequence[Any] | Any:
+    """*source* as something to iterate over records; a single record counts as one."""
+    if isinstance(source, str | bytes | bytearray) or not hasattr(source, "__iter__"):
+        raise TraceError(f"{stack}: a {type(source).__name__} is no list of records.")
+    return [source] if isinstance(source, Mapping) else source
+
+
+def merged_fields(sequences: Sequence[RecordedSequence], report: ImportReport) -> tuple[dict, dict]:
+    """Token and sequence fields that all sequences have; what only some have is left out, with a note."""
+    token_fields, sequence_fields = {}, {}
+    for name in _names(sequences, "token_fields", report):
+        values = [sequence.token_fields[name] for sequence in sequences]
+        for s, (value, sequence) in enumerate(zip(values, sequences, strict=True)):
+            if len(value) != sequence.num_tokens:
+                raise TraceError(f"sequence {s}: {name} has {len(value)} entries for {sequence.num_tokens} tokens.")
+        token_fields[name] = np.concatenate(values)
+    for name in _names(sequences, "sequence_fields", report):
+        sequence_fields[name] = flat_array([sequence.sequence_fields[name] for sequence in sequences], name)
+    return token_fields, sequence_fields
+
+
+def _names(sequences: Sequence[RecordedSequence], kind: str, report: ImportReport) -> list[str]:
+    names = dict.fromkeys(name for sequence in sequences for name in getattr(sequence, kind))
+    everywhere = [name for name in names if all(name in getattr(sequence, kind) for sequence in sequences)]
+    for name in names:
+        if name not in everywhere:
+            report.note(f"Field {name} is left out: only some sequences have it.")
+    return everywhere
