@@ -28,7 +28,7 @@ class ArealHook(Hook):
     def __call__(
         self, values: Sequence[int], capacity: int, min_groups: int | None = 1, n_groups_divisor: int = 1
     ) -> list[list[int]]:
-        """Places in *values* of each group: at least *min_groups*, a multiple of *n_groups_divisor*, none empty or above *capacity*.
+        """Places in *values* of each group: at least *min_groups*, a multiple of *n_groups_divisor*, none empty or too full.
 
         As many as asked for, where that is enough: ranks that agree on the largest number get it the next time.
 

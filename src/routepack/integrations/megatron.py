@@ -32,7 +32,9 @@ class MegatronHook(Hook):
         for name in ("max_seqlen_per_dp_cp_rank", "cp_size", "dp_size"):
             whole(name, getattr(self, name), least=1)
 
-    def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]], config: Any = None) -> list[list[list[int]]]:
+    def get_groups_and_subsamples(
+        self, sample_id_seqlens: Sequence[tuple[int, int]], config: Any = None
+    ) -> list[list[list[int]]]:
         """Sample ids of each microbatch, for each rank of the DP x CP group; CP ranks of one DP rank get the same.
 
         Raises InfeasibleError for a sample above the cap, or fewer samples than cells.

@@ -23,7 +23,7 @@ class TorchTitanBatcherHook(Hook):
     dealing gives every rank what was planned for it, padding rows included and spread.
 
     >>> TorchTitanBatcherHook().rows([5, 5, 4, 1, 1], seq_len=6, local_batch_size=2, dp_degree=1)
-    [[0, 3], [1, 4], [2], []]
+    [[0], [1], [2], [3, 4]]
     """
 
     padded_to: int = 1
