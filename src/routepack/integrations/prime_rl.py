@@ -25,7 +25,7 @@ class PrimeHook(Hook, Generic[MicroBatch]):
 
     >>> from types import SimpleNamespace
     >>> samples = [SimpleNamespace(token_ids=[0] * n, routed_experts=None, mm_kwargs=None) for n in (5, 3, 4)]
-    >>> hook = PrimeHook(materialize=lambda samples, _: sorted(len(one.token_ids) for one in samples), make_dummy=lambda _: "none")
+    >>> hook = PrimeHook(materialize=lambda samples, _: [len(one.token_ids) for one in samples], make_dummy=lambda _: "none")
     >>> hook.prepare_batch(samples, seq_len=8, num_train_workers=4)
     [[[5]], [[4]], [[3]], ['none']]
     """
