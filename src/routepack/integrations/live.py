@@ -66,7 +66,8 @@ class _Microbatch:
     starts: np.ndarray
     counts: np.ndarray
     num_rows: int
-    ids_nLK: Tensor | None = None
+    flat: Tensor | None = None
+    """uint8: the bytes of the ids [n, L, K], then a flag for each row that says whether an id of it is none."""
     called_L: list[bool] | None = None
 
 
@@ -117,7 +118,7 @@ class LiveRoutes:
         self._names = [bound[layer][0] for layer in self.layer_ids.tolist()]
         self._recorded: list[_Microbatch] = []
         self._open: _Microbatch | None = None
-        self._is_bad: Tensor | None = None
+        self._devices: set[torch.device] = set()
         # Never traced: a compiled graph breaks here and runs the hook as it is.
         self._handles = [
             bound[layer][1].register_forward_hook(torch.compiler.disable(self._hook_of(index)))
@@ -155,7 +156,9 @@ class LiveRoutes:
             self._check_room(opened.num_rows)
             yield
             self._check_complete(opened)
-            opened.ids_nLK = _sent_to_host(opened.ids_nLK)
+            assert opened.flat is not None
+            self._devices.add(opened.flat.device)
+            opened.flat = _sent_to_host(opened.flat)
             self._recorded.append(opened)
         finally:
             self._open = None
@@ -172,9 +175,8 @@ class LiveRoutes:
             TraceError: rows that do not fit the tokens, or an id outside 0 .. E - 1.
 
         """
-        recorded = self._taken()
         tokens_S = np.asarray(num_tokens_S, dtype=np.int64)
-        parts = _parts_of(recorded, len(tokens_S))
+        parts = self._parts_of(len(tokens_S))
         rows_S = [sum(len(part) for part in own) for own in parts]
         nothing = np.zeros((0, len(self.layer_ids), self.top_k), dtype=id_dtype(self.num_experts))
         return RolloutBatch(
@@ -194,7 +196,7 @@ class LiveRoutes:
 
     def clear(self) -> None:
         """Forget what was recorded."""
-        self._recorded, self._is_bad = [], None
+        self._recorded, self._devices = [], set()
 
     def close(self) -> None:
         """Take the hooks off and forget what was recorded."""
@@ -226,18 +228,22 @@ class LiveRoutes:
         ids_nK = (ids.to_local() if hasattr(ids, "to_local") else ids).reshape(-1, self.top_k)
         if len(ids_nK) < opened.num_rows:
             raise ConfigError(
-                f"router {self._names[index]} saw {len(ids_nK)} tokens; the microbatch counts {opened.num_rows}: give the counts "
-                "of this rank's tokens. Sequences split over ranks (context or sequence parallel) cannot be recorded whole."
+                f"router {self._names[index]} saw {len(ids_nK)} tokens; the microbatch counts {opened.num_rows}: give "
+                "the counts of this rank's tokens. Sequences split over ranks (context or sequence parallel) cannot be recorded whole."
             )
-        if opened.ids_nLK is None:
-            shape = (opened.num_rows, len(self._names), self.top_k)
-            opened.ids_nLK = torch.empty(shape, dtype=self._dtype, device=ids.device)
-        ids_nK = ids_nK[: opened.num_rows].to(opened.ids_nLK.device)
-        is_bad = _outside(ids_nK, opened, self.num_experts)
-        # Narrowing would fold an id that is none into one that is; this is read when the ids are.
-        self._is_bad = is_bad if self._is_bad is None else self._is_bad.to(is_bad.device) | is_bad
-        opened.ids_nLK[:, index].copy_(ids_nK)
+        if opened.flat is None:
+            opened.flat = torch.empty(self._bytes_of(opened.num_rows), dtype=torch.uint8, device=ids.device)
+        ids_nLK, is_bad_n = self._views(opened.flat, opened.num_rows)
+        ids_nK = ids_nK[: opened.num_rows].to(opened.flat.device, non_blocking=True)
+        # Narrowing would fold an id that is none into one that is.
+        outside_n = ((ids_nK < 0) | (ids_nK >= self.num_experts)).any(dim=1)
+        is_bad_n.copy_(outside_n | is_bad_n.bool() if any(called) else outside_n)
+        ids_nLK[:, index].copy_(ids_nK)
         called[index] = True
+
+    def _views(self, flat: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        ids = flat[: len(flat) - rows].view(self._dtype)
+        return ids.view(rows, len(self._names), self.top_k), flat[len(flat) - rows :]
 
     def _check_room(self, rows: int) -> None:
         needed = self.num_bytes + self._bytes_of(rows)
@@ -248,27 +254,39 @@ class LiveRoutes:
             )
 
     def _bytes_of(self, rows: int) -> int:
-        return rows * len(self._names) * self.top_k * self._dtype.itemsize
+        return rows * (len(self._names) * self.top_k * self._dtype.itemsize + 1)
 
     def _check_complete(self, opened: _Microbatch) -> None:
         called_L = opened.called_L or [False] * len(self._names)
         missed = [name for name, called in zip(self._names, called_L, strict=True) if not called]
         if missed:
             raise ConfigError(
-                f"router {missed[0]} was not called in this microbatch ({len(missed)} of {len(called_L)} were not): the forward "
-                "ran another module, or was compiled before the hooks were set. Make LiveRoutes before torch.compile."
+                f"router {missed[0]} was not called in this microbatch ({len(missed)} of {len(called_L)} were not): the "
+                "forward ran another module, or was compiled before the hooks were set. Make LiveRoutes before torch.compile."
             )
 
-    def _taken(self) -> list[_Microbatch]:
-        recorded, is_bad = self._recorded, self._is_bad
-        for device in {is_bad.device} if is_bad is not None and is_bad.device.type == "cuda" else set():
-            torch.cuda.synchronize(device)
+    def _parts_of(self, num_sequences: int) -> list[list[np.ndarray]]:
+        """Of each sequence, its rows as they arrived; nothing stays recorded."""
+        recorded, devices = self._recorded, self._devices
         self.clear()
-        if is_bad is not None and bool(is_bad):
-            raise TraceError(
-                f"a router chose an id outside 0 .. {self.num_experts - 1}: are these physical ids, or is num_experts wrong?"
-            )
-        return recorded
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        parts: list[list[np.ndarray]] = [[] for _ in range(num_sequences)]
+        for one in recorded:
+            assert one.flat is not None
+            ids_nLK, is_bad_n = (view.numpy() for view in self._views(one.flat, one.num_rows))
+            for sequence, start, count in zip(one.sequences.tolist(), one.starts.tolist(), one.counts.tolist(), strict=True):
+                if sequence >= num_sequences:
+                    raise TraceError(f"sequence {sequence} was recorded; num_tokens_S has {num_sequences} entries.")
+                if is_bad_n[start : start + count].any():
+                    row = sum(map(len, parts[sequence])) + int(is_bad_n[start : start + count].argmax())
+                    raise TraceError(
+                        f"sequence {sequence}, row {row}: a router chose an id outside 0 .. {self.num_experts - 1}: are these "
+                        "physical ids, or is num_experts wrong?"
+                    )
+                parts[sequence].append(ids_nLK[start : start + count])
+        return parts
 
 
 def bind_routers(
@@ -293,8 +311,8 @@ def bind_routers(
         if layer in bound or any(module is other for _, other in bound.values()):
             taken = bound.get(layer) or next(pair for pair in bound.values() if pair[1] is module)
             raise ConfigError(
-                f"routers {taken[0]} and {name} claim one layer ({layer}) or are one module: a draft (MTP) layer must not share a "
-                "number with a decoder layer. Give routers={layer: module}, without draft layers."
+                f"routers {taken[0]} and {name} claim one layer ({layer}) or are one module: a draft (MTP) layer must not share "
+                "a number with a decoder layer. Give routers={layer: module}, without draft layers."
             )
         bound[layer] = (name, module)
     if not bound:
@@ -335,31 +353,7 @@ def _microbatch(counts: Any, sequences: Any, starts: Any) -> _Microbatch:
     return _Microbatch(sequences=sequence_i, starts=start_i, counts=count_i, num_rows=int((start_i + count_i).max()))
 
 
-def _outside(ids_nK: Tensor, opened: _Microbatch, num_experts: int) -> Tensor:
-    """bool, on the device: whether an id that counts is none."""
-    spans = zip(opened.starts.tolist(), opened.counts.tolist(), strict=True)
-    if int(opened.counts.sum()) == opened.num_rows:
-        parts = [ids_nK]
-    else:
-        parts = [ids_nK[start : start + count] for start, count in spans]
-    return torch.stack([((part < 0) | (part >= num_experts)).any() for part in parts]).any()
-
-
-def _sent_to_host(ids_nLK: Tensor | None) -> Tensor:
+def _sent_to_host(flat: Tensor) -> Tensor:
     """The host's copy, being filled: page-locked for a GPU, so that the copy runs by itself."""
-    assert ids_nLK is not None
-    host = torch.empty(ids_nLK.shape, dtype=ids_nLK.dtype, pin_memory=ids_nLK.device.type == "cuda")
-    return host.copy_(ids_nLK, non_blocking=True)
-
-
-def _parts_of(recorded: list[_Microbatch], num_sequences: int) -> list[list[np.ndarray]]:
-    """Of each sequence, its rows as they arrived."""
-    parts: list[list[np.ndarray]] = [[] for _ in range(num_sequences)]
-    for one in recorded:
-        assert one.ids_nLK is not None
-        ids_nLK = one.ids_nLK.numpy()
-        for sequence, start, count in zip(one.sequences.tolist(), one.starts.tolist(), one.counts.tolist(), strict=True):
-            if sequence >= num_sequences:
-                raise TraceError(f"sequence {sequence} was recorded; num_tokens_S has {num_sequences} entries.")
-            parts[sequence].append(ids_nLK[start : start + count])
-    return parts
+    host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.device.type == "cuda")
+    return host.copy_(flat, non_blocking=True)

@@ -7,9 +7,9 @@ Cell c is microbatch ``c // W`` of DP rank ``c % W``, as everywhere. Letters: :m
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -261,6 +261,6 @@ def _as_schedule(plan: Plan, num_sequences: int, *, by_routing: bool) -> Schedul
     )
 
 
-def setting(of: Any, name: str, default: Any = None) -> Any:
-    """A stack's setting, from an object or a mapping."""
-    return of.get(name, default) if hasattr(of, "get") else getattr(of, name, cast(Any, default))
+def setting(of: Any, name: str) -> Any:
+    """A stack's setting, from an object or a mapping; None where it has none of that name."""
+    return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)

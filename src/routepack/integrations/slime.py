@@ -57,9 +57,7 @@ class SlimeHook(Hook):
         }
         partitions: list[list[int]] = [[] for _ in range(ranks)]
         microbatches: list[list[list[int]]] = [[] for _ in range(ranks)]
-        steps = _steps(
-            rollout_indices, global_batch_size, ranks, partial=bool(setting(args, "allow_partial_train_step", False))
-        )
+        steps = _steps(rollout_indices, global_batch_size, ranks, partial=bool(setting(args, "allow_partial_train_step")))
         for samples, _ in steps:
             lengths = [int(total_lengths[s]) for s in samples]
             groups = [int(rollout_indices[s]) for s in samples]

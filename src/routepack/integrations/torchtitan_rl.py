@@ -32,8 +32,8 @@ class TorchTitanBatcherHook(Hook):
     def rows(self, lengths: Sequence[int], *, seq_len: int, local_batch_size: int, dp_degree: int) -> list[list[int]]:
         """Samples of each row, as places in *lengths* (``num_tokens_to_pack``); ``[]`` is a row of padding.
 
-        Every rank gets equally many rows, a multiple of *local_batch_size*. Raises InfeasibleError for a sample above *seq_len*,
-        which the batcher drops before it asks.
+        Every rank gets equally many rows, a multiple of *local_batch_size*. Raises InfeasibleError for a sample above
+        *seq_len*, which the batcher drops before it asks.
         """
         whole("local_batch_size", local_batch_size, least=1)
         demand = self._begin(len(lengths))

@@ -139,9 +139,9 @@ class VerlHook(Hook):
         rows, fewest = max(need for need, _ in gathered), min(count for _, count in gathered)
         if rows > fewest:
             raise InfeasibleError(
-                f"max_token_len={max_token_len} needs {rows} microbatches on some rank and one has only {fewest} sequences (or a "
-                f"sequence is longer than the cap; here the longest has {longest}): balance the batch first, or raise the cap."
+                f"max_token_len={max_token_len} needs {rows} microbatches on some rank and one has only {fewest} sequences (or "
+                f"one is longer than the cap; here the longest has {longest}): balance the batch first, or raise the cap."
             )
-        self._begin(len(length_S))
+        self.schedules = []
         planned = self._schedule(length_S, data_parallel_degree=rows, max_tokens=max_token_len)
         return planned.cells()
