@@ -229,7 +229,7 @@ class LiveRoutes:
         if len(ids_nK) < opened.num_rows:
             raise ConfigError(
                 f"router {self._names[index]} saw {len(ids_nK)} tokens; the microbatch counts {opened.num_rows}: give "
-                "the counts of this rank's tokens. Sequences split over ranks (context or sequence parallel) cannot be recorded whole."
+                "the counts of this rank's tokens. Sequences split over ranks (context or sequence parallel) are not recorded."
             )
         if opened.flat is None:
             opened.flat = torch.empty(self._bytes_of(opened.num_rows), dtype=torch.uint8, device=ids.device)
@@ -311,8 +311,8 @@ def bind_routers(
         if layer in bound or any(module is other for _, other in bound.values()):
             taken = bound.get(layer) or next(pair for pair in bound.values() if pair[1] is module)
             raise ConfigError(
-                f"routers {taken[0]} and {name} claim one layer ({layer}) or are one module: a draft (MTP) layer must not share "
-                "a number with a decoder layer. Give routers={layer: module}, without draft layers."
+                f"routers {taken[0]} and {name} claim one layer ({layer}), or are one module: a draft (MTP) layer must not "
+                "share a number with a decoder layer. Give routers={layer: module}, without draft layers."
             )
         bound[layer] = (name, module)
     if not bound:

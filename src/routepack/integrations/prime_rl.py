@@ -98,7 +98,7 @@ def _record(sample: Any, seq_len: int) -> dict[str, Any]:
     routes = sample.routed_experts
     if routes is not None:
         rows, *row = routes.shape
-        kept = min(rows, seq_len)
         row_bytes = int(np.prod(row)) * np.dtype(routes.dtype).itemsize
-        record["routed_experts"] = {"data": routes.data[: kept * row_bytes], "shape": [kept, *row], "dtype": routes.dtype}
+        data, kept = routes.data, min(rows, seq_len)
+        record["routed_experts"] = {"data": data[: kept * row_bytes], "shape": [kept, *row], "dtype": routes.dtype}
     return record

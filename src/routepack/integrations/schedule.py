@@ -15,6 +15,7 @@ import numpy as np
 
 from routepack.arrays import to_numpy
 from routepack.checks import MOST, instance, whole
+from routepack.communication import FreeLinks
 from routepack.components.packer import AttentionAwarePacker
 from routepack.components.rerouter import IdentityRerouter
 from routepack.errors import TraceError
@@ -123,12 +124,13 @@ def schedule(
     instance("planner", planner, Planner)
     rules = {"min_microbatches": min_microbatches, "microbatch_multiple": microbatch_multiple}
     packer = replace(planner.packer, max_tokens=max_tokens, equal_sequences=equal_sequences, sequence_skew=0, **rules)
-    topology = replace(planner.topology, data_parallel_degree=data_parallel_degree)
+    degrees = {"data_parallel_degree": data_parallel_degree}
     if demand is None:
-        window, topology = _of_lengths(length_S), replace(topology, expert_parallel_degree=1)
-        planner = replace(planner, rerouter=IdentityRerouter())
+        window, degrees = _of_lengths(length_S), degrees | {"expert_parallel_degree": 1}
+        planner = replace(planner, rerouter=IdentityRerouter(), links=FreeLinks())
     else:
         window = _as_counted(demand, length_S, padded_to)
+    topology = replace(planner.topology, **degrees)
     if group_ids is not None:
         window = replace(window, group_S=to_numpy(group_ids, "group_ids"))
     if modalities is not None:
