@@ -184,9 +184,11 @@ def part_of(demand: RoutingDemand | None, sequences: Iterable[int]) -> RoutingDe
     if demand is None:
         return None
     chosen = np.asarray(list(sequences), dtype=np.int64)
-    names = ("tokens_SLE", "length_S", "group_S", "modality_S", "estimated_S")
-    given = {name: getattr(demand, name) for name in names}
-    return replace(demand, **{name: None if value is None else value[chosen] for name, value in given.items()})
+    optional: dict[str, Any] = {}
+    for name in ("group_S", "modality_S", "estimated_S"):
+        value = getattr(demand, name)
+        optional[name] = None if value is None else value[chosen]
+    return replace(demand, tokens_SLE=demand.tokens_SLE[chosen], length_S=demand.length_S[chosen], **optional)
 
 
 def _checked_lengths(lengths: Any) -> np.ndarray:
