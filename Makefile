@@ -6,7 +6,7 @@ DEMO := runs/demo
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-all lint bench docs clean
+.PHONY: help install demo test test-all lint gate bench fuzz docs clean
 
 help:          ## list what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "pip>=25.1"
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[certify,report]' --group dev
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[certify,report,transformers]' --group dev
 	touch $@
 
 demo: install  ## train a tiny MoE with GRPO on 4 ranks, then plan from its trace
@@ -35,9 +35,18 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 
+gate: install  ## compile every kernel for every architecture, on two Triton versions, and judge the machine code
+	$(BIN)/python benchmarks/gate.py
+
 bench: install  ## the collector's and the planner's figures
 	$(BIN)/python benchmarks/collector.py
 	$(BIN)/python benchmarks/planner.py
+
+fuzz: install  ## a million inputs for every importer; takes hours
+	$(BIN)/pip install --quiet --group fuzz
+	for form in $$($(BIN)/python tests/fuzz/fuzz_importers.py --list 2>/dev/null); do \
+		$(BIN)/python tests/fuzz/fuzz_importers.py $$form --blind --runs 1000000 && \
+		$(BIN)/python tests/fuzz/fuzz_importers.py $$form --seconds 600 || exit 1; done
 
 docs: install  ## build the documentation into site/
 	$(BIN)/pip install --quiet -c constraints.txt --group docs

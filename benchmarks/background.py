@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 from measuring import described, machine
+from numba import njit
 from windows import NAMES, window
 
 import routepack as rp
@@ -46,8 +47,21 @@ class Work:
 
 def routes(demand, s):
     """uint8 [rows, L, K]: ids that have the counts of one sequence."""
-    experts, counts_LE = np.arange(demand.num_experts, dtype=np.uint8), demand.tokens_SLE[s]
-    return np.stack([np.repeat(experts, row).reshape(demand.top_k, -1).T for row in counts_LE], axis=1)
+    counts_LE = demand.tokens_SLE[s]
+    ids_TLK = np.empty((int(counts_LE[0].sum()) // demand.top_k, len(counts_LE), demand.top_k), dtype=np.uint8)
+    spread(counts_LE, ids_TLK)
+    return ids_TLK
+
+
+@njit(nogil=True, cache=True)
+def spread(counts_LE, ids_TLK):
+    rows = ids_TLK.shape[0]
+    for layer in range(counts_LE.shape[0]):
+        place = 0
+        for expert in range(counts_LE.shape[1]):
+            for _ in range(counts_LE[layer, expert]):
+                ids_TLK[place % rows, layer, place // rows] = expert
+                place += 1
 
 
 def on_the_spot(planner, demand, work):

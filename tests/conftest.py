@@ -4,6 +4,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+collect_ignore = ["fuzz"]
+"""A script of its own, which needs atheris."""
+
 # Compiling a kernel takes seconds the first time; a rerun in CI tries the same examples.
 settings.register_profile("routepack", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("routepack")

@@ -28,6 +28,7 @@ def share_of(batch, sequences):
         layer_ids_L=batch.layer_ids_L,
         valid_T=None if batch.valid_T is None else batch.valid_T[keep],
         group_S=None if batch.group_S is None else batch.group_S[sequences],
+        modality_S=None if batch.modality_S is None else batch.modality_S[sequences],
     )
 
 
@@ -35,7 +36,9 @@ def window(seed=0):
     """A window in which some sequences lost most of their rows."""
     batch = synthetic_batch(num_sequences=23, num_layers=3, num_experts=16, top_k=2, max_length=64, seed=seed)
     lost = np.isin(np.repeat(np.arange(23), np.diff(batch.cu_seqlens)), [3, 11, 22])
-    return replace(batch, layer_ids_L=[1, 2, 5], valid_T=~lost, token_fields={}, sequence_fields={})
+    return replace(
+        batch, modality_S=np.arange(23) % 2, layer_ids_L=[1, 2, 5], valid_T=~lost, token_fields={}, sequence_fields={}
+    )
 
 
 def cases(rank, ranks):

@@ -81,6 +81,7 @@ def test_arrows_never_turn_back(path):
         ("torch.distributed", ("distributed.py", "integrations/")),
         ("torchtitan", ("integrations/torchtitan/",)),
         ("lightning", ("integrations/lightning.py",)),
+        ("transformers", ("integrations/transformers.py",)),
         ("wandb", ()),
     ],
 )

@@ -52,10 +52,10 @@ def test_every_rank_gets_the_demand_that_one_process_would_count(results, case):
 
 
 def test_only_counts_travel(results):
-    """[L, E] counts of 2 bytes, and length, group, coverage and position, a sequence; and a header."""
+    """[L, E] counts of 2 bytes, and length, group, modality, coverage and position, a sequence; and a header."""
     share = [len(np.arange(rank, 23, len(results))) for rank in range(len(results))]
     for result, sequences in zip(results, share, strict=True):
-        assert result["interleaved"]["sent"] == sequences * (3 * 16 * 2 + 4 * 8) + (9 + 3) * 8
+        assert result["interleaved"]["sent"] == sequences * (3 * 16 * 2 + 5 * 8) + (10 + 3) * 8
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from routepack.layout import (
 from routepack.testing import synthetic_batch
 from routepack.types import ExpertPlacement
 
-EXPERTS, LAYERS, TOP_K = 16, 3, 4
+# Three choices on four ranks: filler that starts over in every row cannot come out even.
+EXPERTS, LAYERS, TOP_K = 16, 3, 3
 
 
 @st.composite
@@ -98,7 +99,7 @@ def test_filler_by_position_would_not_spread():
     placed = ExpertPlacement.identity(LAYERS, EXPERTS)
     naive = np.broadcast_to(np.arange(TOP_K), (100, LAYERS, TOP_K))
     load = np.bincount(placed.rank_of_LE(4)[0][naive[:, 0].ravel()], minlength=4)
-    assert load.tolist() == [400, 0, 0, 0]
+    assert load.tolist() == [300, 0, 0, 0]
 
 
 def test_slices_that_do_not_divide_are_refused():

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from routepack.components.collector import RoutingDemandCollector
     from routepack.components.hierarchical import HierarchicalRerouter
+    from routepack.components.moe import PermutedExperts, PermutedMoE
     from routepack.components.move_policy import AlwaysMove, MoveIfItPays, MovePolicy
     from routepack.components.packer import AttentionAwarePacker, FirstFitPacker, Packer, PackingProblem
     from routepack.components.population import PopulationPacker
@@ -52,6 +53,7 @@ _NAMES = {
     "communication": ("FreeLinks", "LinkSpeeds", "Links", "WindowNormalizedLinks", "copies_across"),
     "components.collector": ("RoutingDemandCollector",),
     "components.hierarchical": ("HierarchicalRerouter",),
+    "components.moe": ("PermutedExperts", "PermutedMoE"),
     "components.move_policy": ("AlwaysMove", "MoveIfItPays", "MovePolicy"),
     "components.packer": ("AttentionAwarePacker", "FirstFitPacker", "Packer", "PackingProblem"),
     "components.population": ("PopulationPacker",),
@@ -100,6 +102,8 @@ __all__ = [
     "Packing",
     "PackingProblem",
     "PackingRules",
+    "PermutedExperts",
+    "PermutedMoE",
     "Plan",
     "PlanError",
     "PlanTiming",

@@ -1,4 +1,4 @@
-"""``routepack train | plan | verify | convert | inspect | report | check``. Exit codes: 0 done, 1 wrong input, 2 usage."""
+"""``routepack train | plan | verify | convert | inspect | report | check``. Exits: 0 done, 1 wrong input, 2 wrong usage."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def collect_demand(
     """The demand of all ranks' sequences, the same on every rank.
 
     What travels is [L, E] counts a sequence, 2 bytes each (4 where a sequence has more than 65,535 ids in a layer), and
-    four numbers; never an id. Sequences without routes are estimated from the whole window, as on a single rank.
+    five numbers; never an id. Sequences without routes are estimated from the whole window, as on a single rank.
 
     Args:
         batch: this rank's sequences; None where it has none.
@@ -54,12 +54,13 @@ def collect_demand(
 
 
 def pack_counts(demand: RoutingDemand, coverage_S: np.ndarray, positions_S: np.ndarray | None, itemsize: int) -> bytes:
-    """What one rank sends: counts, lengths, groups, coverage and positions of its sequences."""
+    """What one rank sends of its sequences: counts, lengths, groups, modalities, coverage and positions."""
     S = demand.num_sequences
-    group_S = np.zeros(S, np.int64) if demand.group_S is None else demand.group_S
+    group_S, modality_S = (np.zeros(S, np.int64) if one is None else one for one in (demand.group_S, demand.modality_S))
     position_S = np.zeros(S, np.int64) if positions_S is None else positions_S
     counts = demand.tokens_SLE.astype(np.uint16 if itemsize == 2 else np.int32)
-    return b"".join(part.tobytes() for part in (counts, demand.length_S, group_S, coverage_S.astype(np.float64), position_S))
+    words = (demand.length_S, group_S, modality_S, coverage_S.astype(np.float64), position_S)
+    return b"".join(part.tobytes() for part in (counts, *words))
 
 
 class _Shape:
@@ -67,17 +68,19 @@ class _Shape:
 
     def __init__(self, header: np.ndarray) -> None:
         self.failed, self.sequences, self.layers, self.experts, self.top_k = (int(value) for value in header[:5])
-        self.itemsize, self.has_groups, self.masked, self.placed = (int(value) for value in header[5:9])
-        self.layer_ids = header[9:].tolist()
+        self.itemsize, self.has_groups, self.has_modalities, self.masked, self.placed = (int(value) for value in header[5:10])
+        self.layer_ids = header[10:].tolist()
+        self.flags = (self.has_modalities, self.placed)
 
 
 def _header(demand: RoutingDemand | None, error: RoutePackError | None, positions_S: np.ndarray | None) -> np.ndarray:
-    header = np.zeros(9, dtype=np.int64)
-    header[0], header[5], header[8] = error is not None, 2, positions_S is not None
+    header = np.zeros(10, dtype=np.int64)
+    header[0], header[5], header[9] = error is not None, 2, positions_S is not None
     if demand is None:
         return header
     header[1:5] = *demand.tokens_SLE.shape, demand.top_k
-    header[5:8] = demand.tokens_SLE.itemsize, demand.group_S is not None, demand.num_masked_rows
+    header[5:7] = demand.tokens_SLE.itemsize, demand.group_S is not None
+    header[7:9] = demand.modality_S is not None, demand.num_masked_rows
     return np.concatenate([header, demand.layer_ids_L.astype(np.int64)])
 
 
@@ -94,10 +97,10 @@ def _checked(headers: list[np.ndarray], error: RoutePackError | None) -> list[_S
         raise TraceError(f"none of the {num_ranks()} ranks has a sequence.")
     for rank, shape in enumerate(shapes):
         mine, others = (shape.layers, shape.experts, shape.top_k), (first.layers, first.experts, first.top_k)
-        if shape.sequences and (mine != others or shape.layer_ids != first.layer_ids or shape.placed != first.placed):
+        if shape.sequences and (mine != others or shape.layer_ids != first.layer_ids or shape.flags != first.flags):
             raise TraceError(
                 f"rank {rank} recorded {mine} [layers, experts, top_k], another rank {others}, or other layers, or positions "
-                "are given on some ranks only: all must record one model."
+                "or modalities are given on some ranks only: all must record one model."
             )
     itemsize = max(shape.itemsize for shape in shapes)
     for shape in shapes:
@@ -108,13 +111,15 @@ def _checked(headers: list[np.ndarray], error: RoutePackError | None) -> list[_S
 def _unpack(payload: bytes, shape: _Shape) -> list[np.ndarray]:
     S, dtype = shape.sequences, np.dtype(np.uint16 if shape.itemsize == 2 else np.int32)
     counts = np.frombuffer(payload, dtype, S * shape.layers * shape.experts).reshape(S, shape.layers, shape.experts)
-    words = np.frombuffer(payload, np.int64, 4 * S, counts.nbytes).reshape(4, S)
-    return [counts, words[0], words[1], words[2].view(np.float64), words[3]]
+    words = np.frombuffer(payload, np.int64, 5 * S, counts.nbytes).reshape(5, S)
+    return [counts, words[0], words[1], words[2], words[3].view(np.float64), words[4]]
 
 
 def _window(collector: RoutingDemandCollector, parts: list[list[np.ndarray]], shapes: list[_Shape]) -> RoutingDemand:
     shapes = [shape for shape in shapes if shape.sequences]
-    counts, length_S, group_S, coverage_S, position_S = (np.concatenate(column) for column in zip(*parts, strict=True))
+    counts, length_S, group_S, modality_S, coverage_S, position_S = (
+        np.concatenate(column) for column in zip(*parts, strict=True)
+    )
     order_S = np.arange(len(length_S))
     if shapes[0].placed:
         if sorted(position_S.tolist()) != order_S.tolist():
@@ -122,12 +127,13 @@ def _window(collector: RoutingDemandCollector, parts: list[list[np.ndarray]], sh
                 f"positions_S of all ranks must be 0 .. {len(order_S) - 1}, each once; rank {this_rank()} sees others."
             )
         order_S = np.argsort(position_S)
-    has_groups = all(shape.has_groups for shape in shapes)
+    has_groups, has_modalities = (all(getattr(shape, name) for shape in shapes) for name in ("has_groups", "has_modalities"))
     window = RoutingDemand(
         tokens_SLE=counts[order_S],
         length_S=length_S[order_S],
         top_k=shapes[0].top_k,
         group_S=group_S[order_S] if has_groups else None,
+        modality_S=modality_S[order_S] if has_modalities else None,
         layer_ids_L=np.asarray(shapes[0].layer_ids),
         num_masked_rows=sum(shape.masked for shape in shapes),
     )

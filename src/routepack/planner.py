@@ -28,8 +28,8 @@ FEWEST_PROPOSALS = 500
 """Per sequence, by default, in however large a window."""
 ROUNDING = 1e-9
 """By so much a bound may exceed a value that it equals."""
-REFINE_SHARE = 0.1
-"""Share of a time limit kept for pricing, bounds and digests."""
+LEAST_RESERVE, MOST_RESERVE = 0.02, 0.45
+"""Shares of a time limit between which what is kept for pricing, bounds and digests lies."""
 NO_MOVES: Mapping[str, float] = {}
 
 
@@ -135,7 +135,7 @@ def default_proposals(demand: RoutingDemand, topology: Topology, sync: Sync = "s
     About 3 s on two cores for a window of 4,096 sequences, less for smaller ones.
     """
     per_proposal = topology.expert_parallel_degree * demand.num_layers * (1 if sync == "step" else 2)
-    return int(min(6000 * demand.num_sequences, max(2.5e9 / per_proposal, FEWEST_PROPOSALS * demand.num_sequences)))
+    return int(min(6000 * demand.num_sequences, max(4e9 / per_proposal, FEWEST_PROPOSALS * demand.num_sequences)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -169,7 +169,7 @@ class Search:
         )
         self.num_proposals = planner.num_proposals or default_proposals(demand, self.topology, planner.sync)
         limit = planner.time_limit_seconds
-        self.deadline = None if limit is None else self.clock_started + limit * (1 - REFINE_SHARE)
+        self.deadline = None if limit is None else self.clock_started + limit
 
     @property
     def clock_started(self) -> float:
@@ -177,10 +177,11 @@ class Search:
         return self.started + self.kernel_seconds
 
     def keep_time(self) -> None:
-        """Leave as much time for the end as the beginning took, up to a third: the same is priced, and more."""
+        """Leave twice the time for the end that the beginning took: the same is priced, and more."""
         limit = self.planner.time_limit_seconds
         if self.deadline is not None and limit is not None:
-            self.deadline -= min(limit / 3, max(0.0, time.monotonic() - self.clock_started - limit * REFINE_SHARE))
+            beginning = time.monotonic() - self.clock_started
+            self.deadline -= min(limit * MOST_RESERVE, max(limit * LEAST_RESERVE, 2 * beginning))
 
     def baseline(self) -> Candidate:
         """Identity placement and first-fit packing."""

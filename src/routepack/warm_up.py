@@ -54,10 +54,5 @@ def _shortest(planner: Any, demand: RoutingDemand) -> RoutingDemand | None:
     tokens_SLE = demand.tokens_SLE[kept_S]
     # Kernels are compiled once more for what they must not write to.
     tokens_SLE.flags.writeable = demand.tokens_SLE.flags.writeable
-    own = {name: getattr(demand, name) for name in ("group_S", "estimated_S")}
-    return replace(
-        demand,
-        tokens_SLE=tokens_SLE,
-        length_S=demand.length_S[kept_S],
-        **{name: values if values is None else values[kept_S] for name, values in own.items()},
-    )
+    tags: dict[str, Any] = dict.fromkeys(("group_S", "modality_S", "estimated_S"))
+    return replace(demand, tokens_SLE=tokens_SLE, length_S=demand.length_S[kept_S], **tags)

@@ -39,6 +39,11 @@ def test_every_microbatch_is_of_one_modality(kind, sync):
     assert verify(plan, MIXED) == []
 
 
+def test_a_mixed_window_planned_by_the_clock_is_legal():
+    planned = Planner(topology=TOPOLOGY, packer=AttentionAwarePacker(max_tokens=256), time_limit_seconds=0.3)
+    assert verify(planned.plan(MIXED), MIXED) == []
+
+
 def test_without_modalities_the_same_window_is_mixed():
     """So that the tests above have something to see."""
     plan = planner().plan(replace(MIXED, modality_S=None))

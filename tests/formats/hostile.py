@@ -156,9 +156,10 @@ def check_sequence(s, rows, valid, window, form, report, batch):
         return
     for t in range(min(len(delivered), len(rows))):
         last = t == n - 1 or (form == "verifiers-nodes" and t in (n - 1, min(forms.PROMPT, n) - 1))
+        seen = delivered[:, kept]
         good = is_route(delivered[t][kept].tolist(), batch.num_experts)
         if good and not valid[t]:
-            made_up = looks_filled(delivered, t, batch.top_k, batch.num_experts) or (last and form.startswith("nemo"))
+            made_up = looks_filled(seen, t, batch.top_k, batch.num_experts) or (last and form.startswith("nemo"))
             telling = len(kept) * math.log2(math.perm(batch.num_experts, batch.top_k)) >= 64
             # A top-1 model's zero rows may be routes to expert 0 or none; the stacks that leave zeros get them masked.
             unsure = batch.top_k == 1 and not delivered[t].any()

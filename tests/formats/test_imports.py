@@ -88,6 +88,13 @@ def test_a_named_layer_of_zeros_is_no_route_and_is_reported():
     assert "MoE layers [2] hold nothing but zeros: they were not recorded." in report.suspicious
 
 
+def test_a_layer_of_zeros_and_minus_ones_mixed_is_no_dense_layer():
+    ids = routes(5)
+    ids[:, 0] = [-1, 0]
+    with pytest.raises(TraceError, match=r"5 rows with partly negative; row 0, layer 0 is \[-1, 0\]"):
+        formats.load("miles", [{"tokens": range(6), "rollout_routed_experts": ids}], MODEL)
+
+
 # Top-1 models, where no id can repeat
 
 
@@ -138,6 +145,17 @@ def test_skyrl_mask_keeps_a_real_row_that_reads_like_filler():
         "router_padding_mask": np.array([False, False, False, True, False]),
     }  # fmt: skip
     assert formats.load("skyrl", source, MODEL).batch.valid_T.tolist() == [True, True, True, False, True]
+
+
+def test_nemo_rl_filler_inside_counts_for_nothing_where_chance_is_out_of_the_question():
+    """Where turns were joined, the last row of an earlier one is 0 .. top_k - 1."""
+    ids = np.argsort(np.random.default_rng(0).random((9, 24, 128)), axis=2)[:, :, :4]
+    ids[4] = np.arange(4)
+    source = {"routed_experts": ids[None].astype(np.int8), "input_lengths": [9]}
+    deep = formats.load("nemo-rl", source, ModelRouting(num_experts=128)).batch
+    assert deep.valid_T.tolist() == [True] * 4 + [False] + [True] * 3
+    shallow = {"routed_experts": ids[None, :, :1].astype(np.int8), "input_lengths": [9]}
+    assert formats.load("nemo-rl", shallow, ModelRouting(num_experts=128)).batch.valid_T is None
 
 
 def test_verifiers_1672_a_last_node_one_row_short_is_kept():

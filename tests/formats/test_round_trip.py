@@ -21,13 +21,15 @@ NO_HOLES = ("slime", "megatron")
 
 
 @st.composite
-def batches(draw, holes=True):
+def batches(draw, holes=True, empty=True):
     experts = draw(st.sampled_from([5, 64, 128, 256, 257, 32_769]))
     layers, top_k = draw(st.integers(3, 5)), draw(st.integers(2, 3))
     tokens = draw(st.lists(st.integers(2, 9), min_size=1, max_size=5))
     missing = draw(st.lists(st.integers(0, 1), min_size=len(tokens), max_size=len(tokens)))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     rows = np.asarray(tokens) - missing
+    # Some sequences have no routes at all; not the first, since a window without any is refused.
+    rows[1:] *= np.asarray(draw(st.lists(st.integers(int(not empty), 1), min_size=len(tokens), max_size=len(tokens))))[1:]
     # Distinct in a row and never 0, 1, ..: what a form means by filler must not come up by chance.
     ids = (rng.integers(2, experts - 1, (rows.sum(), layers, 1)) + np.arange(top_k)) % experts
     valid = rng.random(rows.sum()) < 0.8 if holes and draw(st.booleans()) else None
@@ -53,7 +55,7 @@ def valid_rows(batch, last=False):
 @pytest.mark.parametrize(("stack", "form"), EXPORTS, ids=str)
 @given(st.data())
 def test_what_is_exported_comes_back(stack, form, data):
-    batch = data.draw(batches(holes=stack not in NO_HOLES))
+    batch = data.draw(batches(holes=stack not in NO_HOLES, empty=stack != "megatron"))
     module = formats.stack_module(stack)
     model = ModelRouting(
         num_experts=batch.num_experts, top_k=batch.top_k, num_layers=batch.num_layers, moe_layers=range(batch.num_layers)

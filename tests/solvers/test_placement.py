@@ -85,6 +85,19 @@ def test_incremental_change_of_a_layer_equals_a_recomputation_exactly(ranks, joi
     assert waited(load_EU, rank_of_E, ranks, joined) == before + change
 
 
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 4]))
+def test_one_sweep_of_two_ranks_takes_the_best_swap_of_all(seed, joined):
+    # Units enough for several chunks, after each of which a swap can be given up.
+    load_EU = np.random.default_rng(seed).integers(0, 1000, (8, 100)).astype(np.int32)
+    rank_of_E = (np.arange(8) % 2).astype(np.int32)
+    swapped = [rank_of_E.copy() for _ in range(16)]
+    for ranks_E, (e, f) in zip(swapped, ((e, f) for e in range(0, 8, 2) for f in range(1, 8, 2)), strict=True):
+        ranks_E[[e, f]] = ranks_E[[f, e]]
+    best = min(waited(load_EU, ranks_E, 2, joined) for ranks_E in [rank_of_E, *swapped])
+    _placement_kernels.refine_layer(load_EU, rank_of_E, 2, joined, 1)
+    assert waited(load_EU, rank_of_E, 2, joined) == best
+
+
 def test_annealing_reaches_what_best_swaps_do_not():
     load_LEU = np.random.default_rng(0).lognormal(5, 1, (6, 32, 12)).astype(np.int32)
     start = balanced_ranks(load_LEU.sum(axis=2), 4)

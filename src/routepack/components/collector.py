@@ -145,7 +145,7 @@ class RoutingDemandCollector:
 
 
 def _checked_order(order_S: Sequence[int] | None, count: int) -> list[int]:
-    order = list(range(count)) if order_S is None else [int(i) for i in order_S]
+    order = list(range(count)) if order_S is None else list(order_S)
     if sorted(order) != list(range(count)):
         raise TraceError(f"order_S must name each of the {count} sequences added once; it is {order[:20]}.")
     return order

@@ -159,7 +159,7 @@ class ExpertRerouter(Rerouter):
 
     sweeps: int = 8
     """At most so many passes over all pairs of ranks when refining a layer."""
-    swaps_per_layer: int = 8000
+    swaps_per_layer: int = 16000
     """Swaps of experts tried in a layer, each time that a placement is annealed on the packed units."""
 
     def __post_init__(self) -> None:

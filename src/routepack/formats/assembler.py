@@ -51,15 +51,14 @@ class RecordedSequence:
 class Assembler:
     """Takes sequences one by one, so that their sources can be released, and builds the batch."""
 
-    def __init__(self, model: ModelRouting, convention: Convention, options: ImportOptions, *, num_rows: int = 0) -> None:
-        """*num_rows*: how many rows are to come, if known; memory is then allocated once."""
+    def __init__(self, model: ModelRouting, convention: Convention, options: ImportOptions) -> None:
         self.model, self.convention, self.options = model, convention, options
         self.report = ImportReport(stack=convention.stack)
         self._shape: tuple[int, int] = (0, 0)
         self._kept_L: np.ndarray | None = None
         self._layer_ids: list[int] = []
-        self._ids = GrowingRows(id_dtype(model.num_experts), num_rows)
-        self._judged = GrowingRows(np.dtype(np.uint8), num_rows)
+        self._ids = GrowingRows(id_dtype(model.num_experts), is_large=True)
+        self._judged = GrowingRows(np.dtype(np.uint8))
         self._packed: np.ndarray | None = None
         self._rows: list[int] = []
         self._done: list[RecordedSequence] = []
@@ -101,6 +100,7 @@ class Assembler:
             self._shape = self._shape if any(self._shape) else (1, self.model.top_k or 1)
             self._keep(list(range(self._shape[0])))
         self._take_waiting()
+        self._ids.trim()
         batch = self._batch()
         self._summarise(batch)
         look_for_signs(batch, self.report, self._judged.rows & REPEATS > 0)
@@ -153,7 +153,7 @@ class Assembler:
             return
         ids_TLK = self._routes(segment)
         for layer in self.report.dropped_layers:
-            if (ids_TLK[:, layer] > 0).any():
+            if _holds_more(ids_TLK[:, layer]).any():
                 raise TraceError(
                     f"{self.where}: layer {layer} routes here, but was all zero in the sequences before, as a dense layer "
                     "is: name the layers that have a router (moe_layers)."
@@ -390,11 +390,19 @@ class Assembler:
 
 
 def _routed_layers(ids_TLK: np.ndarray) -> np.ndarray:
-    """bool [L]: where some id is positive. Most layers show in the first rows, so that few are read to the end."""
-    routed_L = np.asarray((ids_TLK[:256] > 0).any(axis=(0, 2)))
+    """bool [L]: where some row is neither zeros nor -1 throughout.
+
+    Most layers show in the first rows, so that few are read to the end.
+    """
+    routed_L = np.asarray(_holds_more(ids_TLK[:256]).any(axis=(0, 2)))
     for layer in np.flatnonzero(~routed_L):
-        routed_L[layer] = (ids_TLK[:, layer] > 0).any()
+        routed_L[layer] = _holds_more(ids_TLK[:, layer]).any()
     return routed_L
+
+
+def _holds_more(ids_K: np.ndarray) -> np.ndarray:
+    """Which ids [..., K] are positive, or differ from the first of their row."""
+    return (ids_K > 0) | (ids_K != ids_K[..., :1])
 
 
 def _native(ids_TLK: np.ndarray) -> np.ndarray:

@@ -7,6 +7,9 @@ import math
 import numpy as np
 
 GROWTH = 1.03
+RESERVED = 1 << 26
+"""Bytes first asked for. The C library gives so large a block pages of its own, which it later grows by remapping, not by
+copying; what no row reaches takes no memory."""
 
 
 class GrowingRows:
@@ -16,10 +19,11 @@ class GrowingRows:
     is what the rows take, where a list of chunks to concatenate would take twice that.
     """
 
-    def __init__(self, dtype: np.dtype, num_rows: int = 0) -> None:
+    def __init__(self, dtype: np.dtype, *, is_large: bool = False) -> None:
+        """*is_large*: whether many rows may come."""
         self.dtype = dtype
         self.shape: tuple[int, ...] = ()
-        self._expected = num_rows
+        self._expected = RESERVED // dtype.itemsize if is_large else 0
         self._size = 0
         self._flat: np.ndarray | None = None
 
@@ -35,11 +39,16 @@ class GrowingRows:
         width, start = self._width, self._size
         self._size += num_rows
         if self._flat is None:
-            self._flat = np.empty(max(self._size, self._expected) * width, dtype=self.dtype)
+            self._flat = np.empty(max(self._size * width, self._expected), dtype=self.dtype)
         elif self._size * width > len(self._flat):
             # Views of earlier rows are not kept anywhere, so the block may move.
             self._flat.resize(max(self._size * width, int(len(self._flat) * GROWTH)), refcheck=False)
         return self._flat[start * width : self._size * width].reshape(num_rows, *self.shape)
+
+    def trim(self) -> None:
+        """Give back what no row reached; no row may be reserved afterwards, nor any view be held."""
+        if self._flat is not None:
+            self._flat.resize(self._size * self._width, refcheck=False)
 
     @property
     def _width(self) -> int:

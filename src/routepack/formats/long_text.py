@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import binascii
 import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 LONG_TEXT = 1 << 16
 """Characters from which on this is worth it."""
-BLOCK = 1 << 21
+BLOCK = 1 << 19
 """Characters decoded at once: whole ids of every width, since 32 characters are 24 bytes."""
 
 
@@ -39,22 +41,28 @@ def _decoded(characters: np.ndarray, tail: bytes, size: int, dtype: np.dtype, ta
     # The compiled kernel costs half a second to load, which `import routepack` should not.
     from routepack.formats._kernels import decode_groups
 
-    ids, done = np.empty(size // dtype.itemsize, dtype=target), 0
-    for start in range(0, len(characters), BLOCK):
-        block = characters[start : start + BLOCK]
+    ids = np.empty(size // dtype.itemsize, dtype=target)
+
+    def block(start: int) -> str:
+        text = characters[start : start + BLOCK]
         is_last = start + BLOCK >= len(characters)
-        block = block[:-4] if is_last else block
-        data = np.empty(len(block) // 4 * 3 + (len(tail) if is_last else 0), dtype=np.uint8)
-        if not decode_groups(block, data):
-            return None
+        text = text[:-4] if is_last else text
+        data = np.empty(len(text) // 4 * 3 + (len(tail) if is_last else 0), dtype=np.uint8)
+        if not decode_groups(text, data):
+            return "other text"
         if is_last:
             data[len(data) - len(tail) :] = np.frombuffer(tail, dtype=np.uint8)
-        some = data.view(dtype)
+        some, first = data.view(dtype), start // 4 * 3 // dtype.itemsize
         if target != dtype and len(some) and not _fits(some, target):
-            return np.empty(0, dtype=target)
-        ids[done : done + len(some)] = some
-        done += len(some)
-    return ids
+            return "too narrow"
+        ids[first : first + len(some)] = some
+        return ""
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        problems = set(pool.map(block, range(0, len(characters), BLOCK)))
+    if "other text" in problems:
+        return None
+    return ids[:0] if "too narrow" in problems else ids
 
 
 def _fits(ids: np.ndarray, target: np.dtype) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from routepack import distributed, materialize
 from routepack.components.packer import AttentionAwarePacker
 from routepack.errors import PlanError, RoutePackError
 from routepack.integrations.torchtitan import model, moves, overrides
+from routepack.integrations.torchtitan.experts import TritonExperts
 from routepack.integrations.torchtitan.launch import build_experiment, load
 from routepack.integrations.torchtitan.losses import CrossEntropyTokenLoss, GRPOTokenLoss, TokenLoss
 from routepack.integrations.torchtitan.model import TinyQwen3MoE, build_local_model
@@ -32,6 +33,7 @@ from routepack.integrations.torchtitan.rl import RLRun
 from routepack.integrations.torchtitan.settings import TrainerSettings
 from routepack.integrations.torchtitan.trainer import RoutePackTrainer
 from routepack.planner import Planner
+from routepack.testing import synthetic_batch
 from routepack.types import Plan, RolloutBatch, Topology
 
 NUM_STEPS = 10
@@ -59,9 +61,9 @@ def loss_of_step(step: int) -> TokenLoss:
     return GRPOTokenLoss(clip_low=0.2, clip_high=0.3) if step % 2 else CrossEntropyTokenLoss()
 
 
-def train(trainer: RoutePackTrainer, plans: str) -> dict[str, Any]:
+def train(trainer: RoutePackTrainer, plans: str, num_steps: int = NUM_STEPS) -> dict[str, Any]:
     losses, moved = [], 0
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         batch = windows.window(step)
         figures = trainer.update(batch, PLANS[plans](trainer, batch, step), loss_of_step(step))
         losses.append(figures["loss"])
@@ -91,8 +93,73 @@ PLANS: dict[str, Callable[[RoutePackTrainer, RolloutBatch, int], Plan]] = {
 
 
 @check
-def trains(ep: int, plans: str, **changes: Any) -> dict[str, Any]:
-    return train(build_trainer(ep, **changes), plans)
+def trains(ep: int, plans: str, num_steps: int = NUM_STEPS, **changes: Any) -> dict[str, Any]:
+    return train(build_trainer(ep, **changes), plans, num_steps)
+
+
+@check
+def trains_stock_experts_in_float32(ep: int, plans: str) -> dict[str, Any]:
+    """TorchTitan's own experts, without their rounding to bfloat16, which would hide smaller differences."""
+    with pytest.MonkeyPatch.context() as exact:
+        exact.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)
+        return train(build_trainer(ep, tiny={"experts": ""}), plans)
+
+
+@check
+def trains_debug_model(ep: int, experts: str, name: str, flavor: str, num_steps: int = 3) -> list[float]:
+    """Losses of a model of TorchTitan's own registry, under a plan that moves its experts."""
+    settings = TrainerSettings(expert_parallel_degree=ep, seed=7, dump_folder=tempfile.gettempdir())
+    trainer = RoutePackTrainer.from_settings(
+        model=model.RegisteredModel(name=name, flavor=flavor, experts=experts), settings=settings
+    )
+    num_layers, num_experts = trainer.placement.physical_to_logical_LP.shape
+    top_k, losses = overrides.replay_routers(trainer.model)[0].top_k, []
+    for step in range(num_steps):
+        batch = synthetic_batch(
+            num_sequences=6, num_layers=num_layers, num_experts=num_experts, top_k=top_k,
+            max_length=24, vocab_size=256, seed=step,
+        )  # fmt: skip
+        # The model's first layer is dense.
+        batch = replace(batch, layer_ids_L=np.array(trainer.moe_layer_ids))
+        losses.append(trainer.update(batch, planned(trainer, batch, step), CrossEntropyTokenLoss())["loss"])
+    return losses
+
+
+@check
+def trains_stock_debug_model_in_float32(**model: Any) -> list[float]:
+    """The same with TorchTitan's own experts, without their rounding to bfloat16."""
+    with pytest.MonkeyPatch.context() as exact:
+        exact.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)
+        return trains_debug_model(experts="", **model)
+
+
+class InterpretedExperts(TritonExperts):
+    """The Triton path on a CPU, as Triton's interpreter runs it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TritonExperts.Config):
+        """As its base's."""
+
+        implementation: Literal["auto", "triton", "eager"] = "triton"
+
+
+class ScorelessExperts(TritonExperts):
+    """Forgets the scores where all experts are on one rank."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TritonExperts.Config):
+        """As its base's."""
+
+    def forward_tokens(self, x_TD, topk_scores_TK, topk_expert_ids_TK):
+        return super().forward_tokens(x_TD, torch.ones_like(topk_scores_TK), topk_expert_ids_TK)
+
+
+@check
+def keeps(ep: int, experts: str) -> dict[str, Any]:
+    """The names, shapes and placements of the experts' parameters."""
+    trainer = build_trainer(ep, tiny={"experts": experts})
+    layer = overrides.placed_layers(trainer.model)[0]
+    return {name: (tuple(p.shape), str(p.placements)) for name, p in layer.inner_experts.named_parameters()}
 
 
 @check

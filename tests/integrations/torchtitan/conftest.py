@@ -53,6 +53,8 @@ def _start(folder: Path, rank: int, num_ranks: int) -> subprocess.Popen:
     environment.update(
         {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SOURCE}{os.pathsep}{HERE}", "WORLD_SIZE": str(num_ranks), "RANK": str(rank)}
     )
+    # For experts that ask for Triton on a CPU; nothing else here does.
+    environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, str(HERE / "worker.py"), str(folder), str(rank), str(num_ranks)]
     with (folder / f"rank{rank}.log").open("w") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -79,6 +81,15 @@ def trains(ep: int, plans: str, **changes: Any) -> Check:
     return f"trains ep={ep} {plans}", "trains", {"ep": ep, "plans": plans, **changes}
 
 
+TRITON = "routepack.integrations.torchtitan.experts.TritonExperts"
+RECOMPUTING = "routepack.integrations.torchtitan.experts.RecomputingTritonExperts"
+
+
+def trains_with(experts: str, ep: int, plans: str, **changes: Any) -> Check:
+    key = f"trains {experts.rpartition('.')[2]} ep={ep} {plans}"
+    return key, "trains", {"ep": ep, "plans": plans, "tiny": {"experts": experts}, **changes}
+
+
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """One rank."""
@@ -91,6 +102,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("replays selective", "replays", {"ep": 1, "activation_checkpoint": "selective"}),
         ("replays full", "replays", {"ep": 1, "activation_checkpoint": "full"}),
         ("log_probabilities", "gives_log_probabilities", {"ep": 1}),
+        ("stock experts", "trains_stock_experts_in_float32", {"ep": 1, "plans": "first_fit"}),
+        trains_with(TRITON, 1, "first_fit"),
+        trains_with(RECOMPUTING, 1, "first_fit"),
+        trains_with("checks.ScorelessExperts", 1, "first_fit"),
+        trains_with("checks.InterpretedExperts", 1, "first_fit", num_steps=2),
     ]
     return launch(checks, 1, tmp_path_factory.mktemp("alone"))
 
@@ -115,6 +131,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("log_probabilities", "gives_log_probabilities", {"ep": 2}),
         ("refuses", "refuses", {"ep": 2}),
         ("resumes", "resumes", {"ep": 2, "folder": str(folder / "checkpoints")}),
+        trains_with(TRITON, 2, "planner"),
+        trains_with(TRITON, 2, "shuffled"),
+        trains_with("checks.InterpretedExperts", 2, "planner", num_steps=2),
+        ("keeps stock", "keeps", {"ep": 2, "experts": ""}),
+        ("keeps Triton", "keeps", {"ep": 2, "experts": TRITON}),
     ]
     return launch(checks, 2, folder)
 
@@ -164,3 +185,27 @@ def slow_quad(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("log_probabilities", "gives_log_probabilities", {"ep": 2}),
     ]
     return launch(checks, 4, tmp_path_factory.mktemp("slow_quad"), timeout=280)
+
+
+DEBUG_MODEL = {"name": "deepseek_v3", "flavor": "debugmodel"}
+
+
+@pytest.fixture(scope="session")
+def debug_alone(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """TorchTitan's debug model on one rank."""
+    checks = [
+        ("stock", "trains_stock_debug_model_in_float32", {"ep": 1, **DEBUG_MODEL}),
+        ("Triton", "trains_debug_model", {"ep": 1, "experts": TRITON, **DEBUG_MODEL}),
+    ]
+    return launch(checks, 1, tmp_path_factory.mktemp("debug_alone"))
+
+
+@pytest.fixture(scope="session")
+def debug_pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """TorchTitan's debug model over an EP group of two."""
+    checks = [
+        ("stock", "trains_stock_debug_model_in_float32", {"ep": 2, **DEBUG_MODEL}),
+        ("Triton", "trains_debug_model", {"ep": 2, "experts": TRITON, **DEBUG_MODEL}),
+        ("interpreted", "trains_debug_model", {"ep": 2, "experts": "checks.InterpretedExperts", "num_steps": 1, **DEBUG_MODEL}),
+    ]
+    return launch(checks, 2, tmp_path_factory.mktemp("debug_pair"))

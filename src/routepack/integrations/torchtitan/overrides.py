@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import derive, override
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
 from routepack.errors import ConfigError
 
@@ -81,6 +82,18 @@ def replay_router(config: TokenChoiceTopKRouter.Config) -> ReplayRouter.Config:
     return derive(config, ReplayRouter.Config)
 
 
+class TokenExperts(GroupedExperts):
+    """Experts that can also take tokens which nobody has sorted: :class:`PlacedRoutedExperts` prefers that where it may."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        """As TorchTitan's."""
+
+    def forward_tokens(self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor) -> Tensor:
+        """[T, D]: each token's experts, all of them here, weighted by its scores."""
+        raise NotImplementedError
+
+
 class PlacedRoutedExperts(RoutedExperts):
     """Maps logical expert ids to physical slots right before dispatch; everything outside stays in logical ids.
 
@@ -112,7 +125,16 @@ class PlacedRoutedExperts(RoutedExperts):
         if self.logical_to_physical_E is not None and self.physical_to_logical_P is not None:
             topk_expert_ids_BLK = self.logical_to_physical_E[topk_expert_ids_BLK]
             num_local_tokens_per_expert_E = num_local_tokens_per_expert_E[self.physical_to_logical_P]
+        if isinstance(self.inner_experts, TokenExperts) and self._all_experts_are_here():
+            flat = (tensor.flatten(0, 1) for tensor in (x_BLD, topk_scores_BLK, topk_expert_ids_BLK))
+            return self.inner_experts.forward_tokens(*flat).view(x_BLD.shape)
         return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
+
+    def _all_experts_are_here(self) -> bool:
+        # Other dispatchers may do more than sort, pad or drop, say: those keep their own way.
+        dispatcher = self.token_dispatcher
+        is_plain = type(dispatcher) in (LocalTokenDispatcher, AllToAllTokenDispatcher)
+        return is_plain and getattr(dispatcher, "ep_mesh", None) is None
 
 
 class LoopExperts(GroupedExperts):

@@ -1,0 +1,138 @@
+"""What the functions refuse: by shapes, dtypes and devices alone, so that the host never waits for the device."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+IMPLEMENTATIONS = ("auto", "triton", "eager")
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ValueError unless *value* is one of *choices*."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not known: choose one of {', '.join(map(repr, choices))}.")
+
+
+def check_weights(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> None:
+    """Raise where x [., D] and the weights do not fit one another."""
+    if x.ndim != 2:
+        raise ValueError(f"x has {x.ndim} dimensions; give [T, D]: flatten with x.reshape(-1, x.shape[-1]).")
+    if w1.ndim != 3:
+        raise ValueError(f"w1 has {w1.ndim} dimensions; give [E, F, D].")
+    num_experts, hidden_dim, dim = w1.shape
+    for name, tensor, shape in (("w3", w3, (num_experts, hidden_dim, dim)), ("w2", w2, (num_experts, dim, hidden_dim))):
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{name} is {list(tensor.shape)}; beside w1 [E, F, D] = {list(w1.shape)} it must be {list(shape)}."
+            )
+    if x.shape[1] != dim:
+        raise ValueError(f"x is {list(x.shape)}, but w1 [E, F, D] = {list(w1.shape)} takes rows of D = {dim}.")
+    if 0 in (num_experts, hidden_dim, dim):
+        raise ValueError(f"w1 is {list(w1.shape)}: E, F and D must be at least 1.")
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"x is {x.dtype}; give floating point.")
+    for name, tensor in (("w1", w1), ("w3", w3), ("w2", w2)):
+        if tensor.dtype != x.dtype:
+            raise TypeError(f"{name} is {tensor.dtype} and x is {x.dtype}: convert one, or run under torch.autocast.")
+        _check_device(name, tensor, x)
+
+
+def check_local(x: Tensor, topk_ids: Tensor, topk_scores: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> None:
+    """Raise where the arguments of ``moe_experts`` do not fit one another."""
+    check_weights(x, w1, w3, w2)
+    _check_integers("topk_ids", topk_ids, x)
+    if topk_ids.ndim != 2 or topk_ids.shape[0] != x.shape[0] or topk_ids.shape[1] == 0:
+        raise ValueError(f"topk_ids is {list(topk_ids.shape)}; give [T, K] with T = {x.shape[0]} as in x and K of at least 1.")
+    if topk_scores.shape != topk_ids.shape:
+        raise ValueError(f"topk_scores is {list(topk_scores.shape)}; give one for each of topk_ids {list(topk_ids.shape)}.")
+    _check_scores("topk_scores", topk_scores, x)
+    _check_size("topk_ids", topk_ids.numel())
+
+
+def check_grouped(
+    rows: Tensor, counts: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, row_index: Tensor | None, row_scores: Tensor | None
+) -> None:
+    """Raise where the arguments of ``grouped_experts`` do not fit one another."""
+    check_weights(rows, w1, w3, w2)
+    _check_integers("counts", counts, rows)
+    if counts.shape != w1.shape[:1]:
+        raise ValueError(f"counts is {list(counts.shape)}; give one for each of the E = {w1.shape[0]} experts of w1.")
+    if row_index is not None:
+        _check_integers("row_index", row_index, rows)
+        if row_index.ndim != 1:
+            raise ValueError(f"row_index is {list(row_index.shape)}; give one dimension, a row for each entry.")
+        _check_size("row_index", row_index.shape[0])
+    if row_scores is not None:
+        _check_scores("row_scores", row_scores, rows)
+        if row_scores.shape != rows.shape[:1]:
+            raise ValueError(f"row_scores is {list(row_scores.shape)}; give one for each of the {rows.shape[0]} rows.")
+    _check_size("rows", rows.shape[0])
+    if not rows.is_cuda and not torch.compiler.is_compiling():
+        _check_counts(counts, rows.shape[0] if row_index is None else row_index.shape[0])
+
+
+def _check_counts(counts: Tensor, num_rows: int) -> None:
+    if counts.numel() and int(counts.min()) < 0:
+        raise ValueError(f"counts has {int(counts.min())}: a count is at least 0.")
+    if int(counts.sum()) > num_rows:
+        raise ValueError(
+            f"counts add up to {int(counts.sum())}, but there are {num_rows} rows: drop rows or correct the counts."
+        )
+
+
+def _check_integers(name: str, tensor: Tensor, x: Tensor) -> None:
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+        raise TypeError(f"{name} is {tensor.dtype}; give integers.")
+    _check_device(name, tensor, x)
+
+
+def _check_scores(name: str, tensor: Tensor, x: Tensor) -> None:
+    if not tensor.dtype.is_floating_point:
+        raise TypeError(f"{name} is {tensor.dtype}; give floating point.")
+    _check_device(name, tensor, x)
+
+
+def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
+    if tensor.device != x.device:
+        raise ValueError(f"{name} lies on {tensor.device} and x on {x.device}: move one of them.")
+
+
+def _check_size(name: str, count: int) -> None:
+    if count >= 2**31:
+        raise ValueError(f"{name} has {count} entries; rows are counted in 32 bits, at most {2**31 - 1}: split the tokens.")
+
+
+def choose_implementation(x: Tensor, implementation: str) -> str:
+    """``"triton"`` or ``"eager"``: what *implementation* means for x."""
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    if implementation == "auto":
+        return "triton" if x.is_cuda and x.dtype in TRITON_DTYPES and _has_triton() and _is_recent(x.device) else "eager"
+    if implementation == "triton":
+        _check_triton(x)
+    return implementation
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _is_recent(device: torch.device) -> bool:
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _check_triton(x: Tensor) -> None:
+    if x.dtype not in TRITON_DTYPES:
+        raise TypeError(f'implementation="triton" computes {", ".join(map(str, TRITON_DTYPES))}, not {x.dtype}: use "eager".')
+    if not _has_triton():
+        raise ValueError('implementation="triton", but triton is not installed: pip install triton, or use "auto".')
+    if not x.is_cuda and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        raise ValueError(
+            f'implementation="triton" for tensors on {x.device} needs Triton\'s interpreter: set TRITON_INTERPRET=1 before '
+            'triton is imported, or use "auto".'
+        )

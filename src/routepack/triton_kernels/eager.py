@@ -1,0 +1,99 @@
+"""The layer in plain torch, one expert after another: any device, dtype and size, deterministic.
+
+What runs on the CPU. On a GPU the loop waits for the counts. Rounds where the kernels round: gate and up, the
+activation and each expert's output in the dtype of x, sums over a token's experts in fp32 at least.
+Letters: N slots, R sorted rows, E experts, D model dim, F hidden dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from routepack.triton_kernels.routing import Routing
+
+
+def _experts(routing: Routing) -> Iterator[tuple[int, slice, Tensor]]:
+    """Each expert that has rows, its sorted rows, and their slots."""
+    for expert, (start, end) in enumerate(pairwise(routing.offsets_E1.tolist())):
+        if start < end:
+            rows = slice(start, end)
+            yield expert, rows, slots_of(routing, rows)
+
+
+def slots_of(routing: Routing, rows: slice) -> Tensor:
+    """int64: the slots of sorted rows, -1 where there is none."""
+    if routing.order_R is None:
+        return torch.arange(rows.start, rows.stop, device=routing.offsets_E1.device)
+    return routing.order_R[rows].long()
+
+
+def _take(x: Tensor, slots: Tensor, top_k: int) -> Tensor:
+    """Rows of x for slots; zeros for a slot of -1."""
+    rows = x[slots.clamp(min=0) // top_k]
+    return rows.masked_fill((slots < 0)[:, None], 0)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def num_rows(x: Tensor, routing: Routing) -> int:
+    """R."""
+    return x.shape[0] if routing.order_R is None else routing.order_R.shape[0]
+
+
+def forward(
+    x: Tensor, scores_N: Tensor | None, w1: Tensor, w3: Tensor, w2: Tensor, routing: Routing, *, save_h: bool
+) -> tuple[Tensor, Tensor]:
+    """Output, shaped as x, and gate and up [2, R, F] ([2, 0, F] unless *save_h*)."""
+    h = x.new_zeros((2, num_rows(x, routing) if save_h else 0, w1.shape[1]))
+    wide = _wide(x.dtype)
+    out_ND = x.new_zeros((x.shape[0] * routing.top_k, x.shape[1]), dtype=x.dtype if routing.top_k == 1 else wide)
+    for expert, rows, slots in _experts(routing):
+        x_rows = _take(x, slots, routing.top_k)
+        gate, up = x_rows @ w1[expert].T, x_rows @ w3[expert].T
+        if save_h:
+            h[0, rows], h[1, rows] = gate, up
+        y = (F.silu(gate.to(wide)) * up.to(wide)).to(x.dtype) @ w2[expert].T
+        if scores_N is not None:
+            y = y.to(wide) * scores_N[slots.clamp(min=0)].to(wide)[:, None]
+        out_ND[slots[slots >= 0]] = y[slots >= 0].to(out_ND.dtype)
+    return out_ND.view(x.shape[0], routing.top_k, x.shape[1]).sum(dim=1).to(x.dtype), h
+
+
+def backward(
+    dout: Tensor, x: Tensor, scores_N: Tensor | None, w1: Tensor, w3: Tensor, w2: Tensor, h: Tensor, routing: Routing,
+    *, sums: Sequence[Tensor] | None = None,
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of x, scores [N] (wide), w1, w3, w2; the last three are *sums*, added to, where given."""
+    wide = _wide(x.dtype)
+    top_k = routing.top_k
+    dx_ND = x.new_zeros((x.shape[0] * top_k, x.shape[1]), dtype=wide)
+    dscores_N = None if scores_N is None else scores_N.new_zeros(scores_N.shape, dtype=wide)
+    dw1, dw3, dw2 = sums or [torch.zeros_like(w) for w in (w1, w3, w2)]
+    for expert, rows, slots in _experts(routing):
+        x_rows, dout_rows = _take(x, slots, top_k), _take(dout, slots, top_k)
+        if h.shape[1]:
+            gate, up = h[0, rows].to(wide), h[1, rows].to(wide)
+        else:
+            gate, up = (x_rows @ w1[expert].T).to(wide), (x_rows @ w3[expert].T).to(wide)
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        act = silu * up
+        dact = (dout_rows @ w2[expert]).to(wide)
+        if scores_N is not None and dscores_N is not None:
+            dscores_N[slots[slots >= 0]] = (dact * act).sum(dim=1)[slots >= 0]
+            score = scores_N[slots.clamp(min=0)].to(wide)[:, None]
+            dact, act = dact * score, act * score
+        dgate = (dact * up * (sigmoid + silu * (1 - sigmoid))).to(x.dtype)
+        dup = (dact * silu).to(x.dtype)
+        dx_ND[slots[slots >= 0]] = (dgate @ w1[expert] + dup @ w3[expert]).to(wide)[slots >= 0]
+        dw1[expert] += dgate.T @ x_rows
+        dw3[expert] += dup.T @ x_rows
+        dw2[expert] += dout_rows.T @ act.to(x.dtype)
+    return [dx_ND.view(x.shape[0], top_k, x.shape[1]).sum(dim=1).to(x.dtype), dscores_N, dw1, dw3, dw2]

@@ -1,0 +1,221 @@
+"""Launches the forward kernels over sorted rows. Grids come from sizes the host knows: nothing waits for the device.
+
+Letters: T tokens, K top-k, N slots, R sorted rows, E experts, D model dim, F hidden dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from routepack.triton_kernels import configs as table
+from routepack.triton_kernels import forward_kernels, permute_kernels
+from routepack.triton_kernels.configs import KernelConfig
+from routepack.triton_kernels.routing import Routing, max_tiles, num_blocks
+
+# Kernels take plain numbers for their constexpr parameters, which a type checker would refuse.
+_TILE_MAP: Any = permute_kernels.tile_map
+_GATE_UP: Any = forward_kernels.gate_up_forward
+_DOWN: Any = forward_kernels.down_forward
+_COMBINE: Any = permute_kernels.combine
+_ZERO_TAIL: Any = permute_kernels.zero_tail
+
+
+def new_rows(num_rows: int, width: int, like: Tensor, parts: int = 1) -> Tensor:
+    """[parts, R, width] of rows in expert order, not initialised: every kernel writes all that another one reads."""
+    return torch.empty((parts, num_rows, width), dtype=like.dtype, device=like.device)
+
+
+def new_output(shape: torch.Size, like: Tensor) -> Tensor:
+    """Of *shape* and dense, not initialised. That tensors are made in few places lets a test put them far apart in memory."""
+    return like.new_empty(shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The kernels' view of a :class:`Routing`: configurations and tile maps, each built once per tile height."""
+
+    routing: Routing
+    num_rows: int
+    arch: str
+    itemsize: int
+    tma: bool | None = None
+    """Load by tensor descriptors: None where the architecture has them and the strides allow it."""
+    _maps: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+
+    def config(self, kernel: str) -> KernelConfig:
+        """The table's, for the average rows of an expert."""
+        return table.config_for(kernel, self.arch, self.num_rows / self.routing.num_experts, self.itemsize)
+
+    def tiles(self, tile_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Expert and first row of each tile, and how many there are: int32, on the device."""
+        if tile_rows not in self._maps:
+            self._maps[tile_rows] = self._tile_map(tile_rows)
+        return self._maps[tile_rows]
+
+    def _tile_map(self, tile_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        num_experts, offsets_E1 = self.routing.num_experts, self.routing.offsets_E1
+        tile_expert, tile_row = offsets_E1.new_empty((2, max_tiles(self.num_rows, num_experts, tile_rows)))
+        num_tiles = offsets_E1.new_empty(1)
+        _TILE_MAP[(num_experts,)](
+            offsets_E1, tile_expert, tile_row, num_tiles,
+            E=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), BM=tile_rows, STEP=64,
+        )  # fmt: skip
+        return tile_expert, tile_row, num_tiles
+
+    @cached_property
+    def busiest_first_E(self) -> Tensor:
+        """int32 [E]: the experts by falling number of rows."""
+        return torch.argsort(self.routing.offsets_E1.diff(), descending=True, stable=True).to(torch.int32)
+
+    def grid(self, tile_rows: int, columns: int, tile_columns: int) -> tuple[int]:
+        """One program per tile that there could be; those beyond the real number return at once."""
+        return (max_tiles(self.num_rows, self.routing.num_experts, tile_rows) * num_blocks(columns, tile_columns),)
+
+    def has_tma(self, *tensors: Tensor) -> bool:
+        """Whether all of them can be described to the TMA unit: last axis dense, the rest in steps of 16 bytes."""
+        wanted = self.arch in ("sm_90", "sm_100", "sm_103") if self.tma is None else self.tma
+        return wanted and all(_is_describable(tensor) for tensor in tensors)
+
+
+def _is_describable(tensor: Tensor) -> bool:
+    steps = [stride * tensor.itemsize for stride in tensor.stride()[:-1]]
+    return (
+        tensor.numel() > 0
+        and tensor.stride(-1) == 1
+        and tensor.data_ptr() % 16 == 0
+        and all(step > 0 and step % 16 == 0 and step < 2**40 for step in steps)
+    )
+
+
+def described(tensor: Tensor, block: list[int], tma: bool) -> Any:
+    """The tensor, or under *tma* its descriptor for loads of *block*."""
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block) if tma else tensor
+
+
+def precision(tensor: Tensor) -> str:
+    """fp32 products as torch computes them: in full, unless TF32 is allowed."""
+    return "tf32" if tensor.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def compile_options(config: KernelConfig, *names: str) -> dict[str, int]:
+    """The launch options of *config*."""
+    return {name: getattr(config, name) for name in ("BM", "BN", "BK", "GROUP_M", "num_warps", "num_stages", *names)}
+
+
+def schedule_of(x: Tensor, routing: Routing, tma: bool | None = None) -> Schedule:
+    """The schedule for rows taken from *x*; R is the number of slots, or of rows where there is no order."""
+    num_rows = x.shape[0] if routing.order_R is None else routing.order_R.shape[0]
+    arch = table.architecture(x.device)
+    return Schedule(routing=routing, num_rows=num_rows, arch=arch, itemsize=x.itemsize, tma=tma)
+
+
+def gate_up(
+    x: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    schedule: Schedule,
+    *,
+    save_h: bool,
+    save_act: bool = True,
+    permute_first: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """silu(x w1^T) * (x w3^T) [R, F] in expert order, and both factors before the activation [2, R, F].
+
+    What is not saved has no rows. *permute_first*: None leaves it to :func:`.configs.should_permute_first`.
+    """
+    if permute_first is None:
+        permute_first = table.should_permute_first(schedule.arch, w1.shape[1]) and schedule.has_tma(w1, w3)
+    routing, config = schedule.routing, schedule.config(table.GATE_UP)
+    _, hidden_dim, dim = w1.shape
+    gather = routing.order_R is not None
+    is_sorted = permute_first or not gather
+    if permute_first and routing.order_R is not None:
+        x = x.index_select(0, routing.order_R.clamp(min=0) // routing.top_k)
+    h = new_rows(schedule.num_rows if save_h else 0, hidden_dim, x, parts=2)
+    act = new_rows(schedule.num_rows if save_act else 0, hidden_dim, x)[0]
+    tma_w = schedule.has_tma(w1, w3)
+    tma_x = is_sorted and schedule.has_tma(x)
+    block = [1, config.BN, config.BK]
+    _GATE_UP[schedule.grid(config.BM, hidden_dim, config.BN)](
+        described(x, [config.BM, config.BK], tma_x), described(w1, block, tma_w), described(w3, block, tma_w),
+        routing.order_R, routing.offsets_E1, *schedule.tiles(config.BM), h, act,
+        dim, hidden_dim, *x.stride(), *w1.stride(), *w3.stride(), h.stride(0), h.stride(1), act.stride(0),
+        TOP_K=routing.top_k, GATHER=gather, SORTED=is_sorted, SAVE_H=save_h, SAVE_ACT=save_act, TMA_X=tma_x, TMA_W=tma_w,
+        MASK_N=hidden_dim % config.BN > 0, MASK_K=dim % config.BK > 0, PRECISION=precision(x), **compile_options(config),
+    )  # fmt: skip
+    return act, h
+
+
+def down(act: Tensor, w2: Tensor, scores: Tensor | None, out: Tensor, schedule: Schedule, *, scatter: bool) -> None:
+    """out = act w2^T: in expert order, or *scatter*-ed to the slots' rows; times *scores* where they are given."""
+    routing, config = schedule.routing, schedule.config(table.DOWN)
+    _, dim, hidden_dim = w2.shape
+    tma_w, tma_act = schedule.has_tma(w2), schedule.has_tma(act)
+    _DOWN[schedule.grid(config.BM, dim, config.BN)](
+        described(act, [config.BM, config.BK], tma_act), described(w2, [1, config.BN, config.BK], tma_w),
+        routing.order_R, scores, routing.offsets_E1, *schedule.tiles(config.BM), out,
+        dim, hidden_dim, act.stride(0), *w2.stride(), out.stride(0),
+        GATHER=routing.order_R is not None, SCATTER=scatter, SCALE=scores is not None, TMA_ACT=tma_act, TMA_W=tma_w,
+        MASK_N=dim % config.BN > 0, MASK_K=hidden_dim % config.BK > 0, PRECISION=precision(act), **compile_options(config),
+    )  # fmt: skip
+
+
+def combine(y: Tensor, scores: Tensor | None, routing: Routing, out: Tensor) -> None:
+    """out[t] = sum over k of scores[t, k] y[inverse[t, k]], in fp32 and in this order."""
+    num_tokens, dim = out.shape
+    block = min(1024, triton.next_power_of_2(dim))
+    _COMBINE[(num_tokens, num_blocks(dim, block))](
+        y, routing.inverse_N, scores, routing.offsets_E1, out, dim, y.stride(0), out.stride(0),
+        E=routing.num_experts, TOP_K=routing.top_k, BLOCK_D=block, SCALE=scores is not None,
+    )  # fmt: skip
+
+
+def zero_tail(out: Tensor, routing: Routing) -> None:
+    """Zeros in the rows that belong to no expert."""
+    num_rows, dim = out.shape
+    rows, block = 16, min(256, triton.next_power_of_2(dim))
+    _ZERO_TAIL[(num_blocks(num_rows, rows), num_blocks(dim, block))](
+        out, routing.offsets_E1, num_rows, dim, out.stride(0), E=routing.num_experts, ROWS=rows, BLOCK_D=block
+    )
+
+
+def to_slots(write: Any, shape: torch.Size, like: Tensor, scores: Tensor | None, schedule: Schedule) -> Tensor:
+    """What a GEMM writes in expert order, brought to the rows that were given: summed, scattered or as it is."""
+    routing = schedule.routing
+    if routing.inverse_N is not None:
+        y = new_rows(schedule.num_rows, shape[1], like)[0]
+        write(y, False)
+        out = new_output(shape, like)
+        combine(y, scores, routing, out)
+    elif routing.order_R is not None:
+        out = new_output(shape, like).zero_()
+        write(out, True)
+    else:
+        out = new_output(shape, like)
+        write(out, False)
+        zero_tail(out, routing)
+    return out
+
+
+def forward(
+    x: Tensor, scores: Tensor | None, w1: Tensor, w3: Tensor, w2: Tensor, routing: Routing,
+    *, save_h: bool, permute_first: bool | None = None, tma: bool | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output, shaped as x, and h (see :func:`gate_up`). Scores are contiguous, one per slot."""
+    schedule = schedule_of(x, routing, tma)
+    if schedule.num_rows == 0 or x.shape[0] == 0:
+        return x.new_zeros(x.shape), x.new_empty((2, 0, w1.shape[1]))
+    act, h = gate_up(x, w1, w3, schedule, save_h=save_h, permute_first=permute_first)
+    row_scores = scores if routing.inverse_N is None else None
+
+    def write(out: Tensor, scatter: bool) -> None:
+        down(act, w2, row_scores, out, schedule, scatter=scatter)
+
+    return to_slots(write, x.shape, x, scores, schedule), h

@@ -1,0 +1,125 @@
+"""The layer as modules. Letters: T tokens, K top-k, E experts, D model dim, F hidden dim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from routepack.triton_kernels.checks import IMPLEMENTATIONS, check_choice
+from routepack.triton_kernels.functional import grouped_experts, moe_experts
+
+
+class PermutedExperts(nn.Module):
+    """The weights of E SwiGLU experts, by TorchTitan's names and in its layout.
+
+    ``experts(x, ids, scores)`` where all experts are here, ``experts.grouped(rows, counts)`` after a dispatch. Weights that
+    are DTensors (FSDP, expert parallelism) are taken by their local shard.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        recompute: str = "none",
+        implementation: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_choice("recompute", recompute, ("none", "gate_up"))
+        check_choice("implementation", implementation, IMPLEMENTATIONS)
+        self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
+        self.recompute, self.implementation = recompute, implementation
+        self.w1_EFD = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, device=device, dtype=dtype))
+        self.w2_EDF = nn.Parameter(torch.empty(num_experts, dim, hidden_dim, device=device, dtype=dtype))
+        self.w3_EFD = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform within one over the square root of what an output sums over, as ``nn.Linear``."""
+        for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD):
+            nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
+        """As x [..., D]; ids and scores are [..., K]. See :func:`~routepack.triton_kernels.moe_experts`."""
+        flat_TD = x.reshape(-1, x.shape[-1])
+        ids_TK, scores_TK = topk_ids.reshape(-1, topk_ids.shape[-1]), topk_scores.reshape(-1, topk_scores.shape[-1])
+        return moe_experts(flat_TD, ids_TK, scores_TK, *self._weights(), **self._options()).view(x.shape)
+
+    def grouped(
+        self, rows: Tensor, counts: Tensor, *, row_index: Tensor | None = None, row_scores: Tensor | None = None
+    ) -> Tensor:
+        """[R, D]. See :func:`~routepack.triton_kernels.grouped_experts`."""
+        return grouped_experts(rows, counts, *self._weights(), row_index=row_index, row_scores=row_scores, **self._options())
+
+    def _weights(self) -> Sequence[Tensor]:
+        return [local(weight) for weight in (self.w1_EFD, self.w3_EFD, self.w2_EDF)]
+
+    def _options(self) -> dict[str, Any]:
+        return {"recompute": self.recompute, "implementation": self.implementation}
+
+    def extra_repr(self) -> str:
+        """The sizes, for ``print(module)``."""
+        return f"dim={self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.num_experts}, recompute={self.recompute!r}"
+
+
+def local(weight: Tensor) -> Tensor:
+    """The shard of a DTensor that is here; any other tensor as it is."""
+    to_local = getattr(weight, "to_local", None)
+    return weight if to_local is None else to_local()
+
+
+class PermutedMoE(nn.Module):
+    """A whole MoE layer: a router and :class:`PermutedExperts`.
+
+    >>> moe = PermutedMoE(dim=16, hidden_dim=32, num_experts=8, top_k=2)
+    >>> x = torch.randn(2, 5, 16)
+    >>> y, ids = moe(x), moe.last_topk_ids
+    >>> torch.equal(moe(x, topk_ids=ids), y)
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        top_k: int,
+        normalize_scores: bool = True,
+        recompute: str = "none",
+        implementation: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k={top_k} must be between 1 and num_experts={num_experts}.")
+        self.top_k, self.normalize_scores = top_k, normalize_scores
+        self.router = nn.Linear(dim, num_experts, bias=False, device=device, dtype=dtype)
+        self.experts = PermutedExperts(
+            dim=dim, hidden_dim=hidden_dim, num_experts=num_experts,
+            recompute=recompute, implementation=implementation, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.last_topk_ids: Tensor | None = None
+
+    def forward(self, x: Tensor, topk_ids: Tensor | None = None) -> Tensor:
+        """As x [..., D]. *topk_ids* [..., K] replays a route: its scores still come from the router, which so keeps learning.
+
+        ``last_topk_ids`` holds the ids that were used.
+        """
+        probabilities = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
+        if topk_ids is None:
+            topk_ids = probabilities.topk(self.top_k, dim=-1).indices
+        # A slot without an expert (-1) has no score.
+        known = (topk_ids >= 0) & (topk_ids < probabilities.shape[-1])
+        scores = probabilities.gather(-1, torch.where(known, topk_ids, 0)) * known
+        if self.normalize_scores:
+            scores = scores / scores.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+        self.last_topk_ids = topk_ids
+        return self.experts(x, topk_ids, scores)
