@@ -345,6 +345,18 @@ def test_torchtitan_s_rows_are_dealt_as_planned(lengths, rows, ranks):
         assert len(planned) < microbatches or min(filled) > 0, "a microbatch of padding alone, and another with two rows"
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_torchtitan_s_padding_rows_are_spread_over_a_rank_s_microbatches(ranks):
+    rng = np.random.default_rng(ranks)
+    for count in range(3, 15):
+        hook = TorchTitanBatcherHook(planner=QUICK)
+        found = hook.rows(rng.integers(14, 26, count).tolist(), seq_len=25, local_batch_size=3, dp_degree=ranks)
+        microbatches = len(found) // (3 * ranks)
+        for rank in range(ranks):
+            filled = [sum(map(bool, found[m * ranks + rank :: microbatches * ranks])) for m in range(microbatches)]
+            assert max(filled) - min(filled) <= 1
+
+
 # The known faults, as their reports have them.
 
 
