@@ -158,6 +158,18 @@ def test_an_output_without_ids_is_refused_by_name_of_the_remedy():
             gate(torch.randn(5, D))
 
 
+@pytest.mark.parametrize(("num_experts", "dtype"), [(256, "uint8"), (300, "int16"), (40_000, "int32")])
+def test_ids_travel_in_the_narrowest_dtype_that_holds_every_expert(num_experts, dtype):
+    gate = nn.Identity()
+    chosen = torch.tensor([[0, num_experts - 1], [num_experts - 1, 1], [2, 0]])
+    with LiveRoutes(nn.ModuleList([gate]), nn.Identity, num_experts=num_experts, top_k=2) as live:
+        with live.microbatch([3]):
+            gate(chosen)
+        assert live.num_bytes == 3 * (2 * np.dtype(dtype).itemsize + 1)
+        rows = live.batch(num_tokens_S=[3]).routed_experts_TLK
+    assert (rows.dtype, rows[:, 0].tolist()) == (np.dtype(dtype), chosen.tolist())
+
+
 # Bound by module and layer.
 
 
