@@ -63,8 +63,8 @@ class Planner:
     seed: int = 0
     time_limit_seconds: float | None = None
     """Plan for about so long instead of a fixed number of proposals, though never shorter than counting, certifying and pricing
-    take: a limit below that searches as little as there is and is overrun. Kernels that are not compiled or loaded yet are first, and
-    their time does not count: the plan's ``kernel_seconds``."""
+    take: a limit below that searches as little as there is and is overrun. Kernels that are not compiled or loaded yet are
+    first, and their time does not count: the plan's ``kernel_seconds``."""
     num_proposals: int | None = None
     """Moves and swaps to try. None: :func:`default_proposals` of the window."""
 
@@ -209,7 +209,7 @@ class Search:
         return self.packer.rules.counts_allowed(packing.cell_of_S, self.topology.data_parallel_degree)
 
     def legal(self) -> Iterator[Candidate]:
-        """Where the packer has a rule on the ranks' numbers of sequences: what it certified, which keeps it whatever was found."""
+        """Where the packer has a rule on the ranks' numbers of sequences: what it certified, which keeps that in any case."""
         if self.packer.rules.equal_sequences:
             placement = self.rerouter.place(self.demand.tokens_LE, self.topology)
             packing = Packing(

@@ -289,7 +289,7 @@ class Packer(ABC):
         s = int(cell_of_S.argmax())
         if int(cell_of_S[s]) >= len(cell_of_S):
             raise PlanError(
-                f"{type(self).__name__} put sequence {s} into cell {cell_of_S[s]}: {len(cell_of_S)} sequences fill no more than "
+                f"{type(self).__name__} put sequence {s} into cell {cell_of_S[s]}: {len(cell_of_S)} sequences fill at most "
                 f"cells 0 .. {len(cell_of_S) - 1}, and every cell needs one."
             )
         return cell_of_S.astype(np.int64, copy=False)
