@@ -122,7 +122,7 @@ class Priced(CostModel):
 
 
 def test_a_cost_model_gives_rates():
-    with pytest.raises(ConfigError, match="what Priced.rates gave=None is a NoneType; give a CostRates"):
+    with pytest.raises(ConfigError, match=r"what Priced\.rates gave=None is a NoneType; give a CostRates"):
         planner(cost_model=Priced()).plan(DEMAND)
 
 

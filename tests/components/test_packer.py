@@ -58,7 +58,7 @@ class LongestFirst(Packer):
         ((0, 1), "shape .2,.*4 whole numbers"),
         ((0.0, 1.0, 2.0, 3.0), "dtype float64"),
         ((0, 1, 2**62, 2), "put sequence 2 into cell 4611686018427387904: 4 sequences fill at most cells 0 .. 3"),
-        ((0, 1, 2**64 - 1, 2), "dtype object|put sequence 2 into cell 18446744073709551615"),
+        (tuple(np.array([0, 1, 2**64 - 1, 2], np.uint64)), "put sequence 2 into cell 18446744073709551615"),
         (((0, 1), (2,)), "Always gave cells that are no array"),
     ],
 )
