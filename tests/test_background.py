@@ -244,3 +244,8 @@ def test_no_time_at_all_is_refused():
 def test_no_windows_at_all_are_refused():
     with pytest.raises(ConfigError, match="max_in_flight=0 must be a whole number of at least 1"):
         BackgroundPlanner(planner=planner(), max_in_flight=0)
+
+
+def test_no_planner_at_all_is_refused():
+    with pytest.raises(ConfigError, match="planner=None is a NoneType; give a Planner"):
+        BackgroundPlanner(planner=None)

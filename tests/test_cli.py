@@ -86,6 +86,15 @@ def test_the_first_fit_overlay_switches_planning_off(routepack, trace):
     assert (plan.placement.physical_to_logical_LP == np.arange(8)).all()
 
 
+def test_more_microbatches_than_it_takes_are_not_called_certified(routepack, tmp_path):
+    trace, out = write_trace(tmp_path / "trace.safetensors", lengths=[14, 12, 9, 9, 8, 8]), tmp_path / "plan.safetensors"
+    options = ["topology.data_parallel_degree=1", "topology.expert_parallel_degree=1", "packer.max_tokens=30"]
+    options += ["packer._target_=routepack.FirstFitPacker", "num_proposals=100"]
+    code, stdout, _ = routepack("plan", PLAN, f"trace={trace}", f"out={out}", *options)
+    assert (code, load_plan(out).num_microbatches) == (0, 3)
+    assert "M = 3 (2 possible: certified, " in stdout
+
+
 def test_links_and_moves_are_sections_of_a_config(routepack, trace):
     two_nodes = ["links._target_=routepack.WindowNormalizedLinks", "links.across_share=0.3", "topology.ranks_per_node=1"]
     moves = ["move_policy._target_=routepack.AlwaysMove", "rerouter._target_=routepack.HierarchicalRerouter"]
@@ -138,6 +147,9 @@ def test_verify_rejects_another_trace(routepack, trace, tmp_path):
         (["seed=x"], "seed='x'"),
         (["num_proposals=0"], "num_proposals=0"),
         (["trace=absent.safetensors"], "absent.safetensors cannot be read"),
+        (["trace=[1,2]"], "trace=[1, 2] is no path"),
+        (["out={a: 1}"], "out={'a': 1} is no path"),
+        (["packer.max_tokens=1.5"], "packer.max_tokens=1.5"),
     ],
 )
 def test_wrong_options_end_with_1_and_write_nothing(routepack, trace, options, message):
@@ -219,7 +231,10 @@ def rewritten(path, **changes):
         {"parts": {}}, {"parts": 3}, {"seed": 1}, {"seed": "abc"}, {"budget": {}}, {"sync": "layer"}, {"versions": {}},
         {"digest": ""}, {"digest": ...}, {"digest": 3}, {"max_tokens": None}, {"max_tokens": 2**70},
         {"num_microbatches": 2**70}, {"topology__data_parallel_degree": 2**70}, {"topology__ranks_per_node": 4},
-        {"topology": 3}, {"rules": 3},
+        {"topology": 3}, {"rules": 3}, {"cost__quadratic": [1.0, 2.0]}, {"cost__linear": 1.0}, {"cost__linear": []},
+        {"cost__inside": "abc"}, {"cost__expert": [1.0]}, {"cost__model": 3}, {"cost__options": "abc"}, {"cost__links": 3},
+        {"num_microbatches": 2**31 - 1}, {"topology__data_parallel_degree": 2**30}, {"rules__equal_sequences": "yes"},
+        {"versions": {"numpy": [1]}}, {"bound": 0.0},
     ],
     ids=str,
 )  # fmt: skip

@@ -58,6 +58,13 @@ def test_build_checks_types_and_names_the_option(tmp_path):
         build(config, "part", base=Base)
 
 
+def test_a_whole_number_may_be_written_as_yaml_reads_a_float(tmp_path):
+    cap = build(config_of(tmp_path, f"part: {{_target_: {LEFT}, left_only: 2.0}}\n", "part.cap=1e9"), "part", base=Base).cap
+    assert (cap, type(cap)) == (10**9, int)
+    with pytest.raises(ConfigError, match=r"part\.cap=1\.5"):
+        build(config_of(tmp_path, f"part: {{_target_: {LEFT}}}\n", "part.cap=1.5"), "part", base=Base)
+
+
 def test_build_rejects_an_unknown_option_and_suggests_the_nearest(tmp_path):
     config = config_of(tmp_path, f"part: {{_target_: {LEFT}, cop: 2}}")
     with pytest.raises(ConfigError, match=r"part\.cop is no option of Left: did you mean cap\?.*left_only"):

@@ -131,3 +131,34 @@ def test_sliding_layers_are_a_stage_of_their_own():
 def test_unknown_models_and_devices_are_refused_with_the_known_ones(name, device, known):
     with pytest.raises(ConfigError, match=known):
         CostModel.for_model(name, device=device)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"linear_I": [np.inf]}, r"linear_I=\[inf\] must be finite"),
+        ({"quadratic_I": [np.nan]}, "quadratic_I"),
+        ({"linear_I": []}, "linear_I"),
+        ({"linear_I": None}, "linear_I"),
+        ({"linear_I": [[1.0], [2.0, 3.0]]}, "linear_I are no numbers"),
+        ({"linear_I": [[1.0]]}, "linear_I"),
+        ({"linear_I": [1.0, 2.0]}, "one per attention stage"),
+        ({"quadratic_I": [-1.0]}, "none negative"),
+        ({"window_I": [1.5]}, r"window_I=\[1.5\] must be whole"),
+        ({"window_I": [2.0**62]}, "at most"),
+        ({"expert": np.inf}, "cost rate expert=inf"),
+        ({"inside": None}, "cost rate inside=None"),
+        ({"unit": 3}, "unit"),
+    ],
+)
+def test_rates_that_are_none_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        CostRates(**{"expert": 1.0, "linear_I": [1.0], "quadratic_I": [1.0]} | options)
+
+
+def test_rates_are_kept_apart_from_the_arrays_they_were_given_as():
+    linear_I = np.array([1.0])
+    rates = CostRates(expert=1.0, linear_I=linear_I, quadratic_I=[1.0])
+    linear_I[0] = 5.0
+    assert rates.linear_I.tolist() == [1.0]
+    assert not any(rate_I.flags.writeable for rate_I in (rates.linear_I, rates.quadratic_I, rates.window_I))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from routepack.components.packer import AttentionAwarePacker, FirstFitPacker, Packer
 from routepack.components.rerouter import ExpertRerouter, IdentityRerouter
-from routepack.cost import CostModel
+from routepack.cost import CostModel, CostRates
 from routepack.errors import ConfigError, InfeasibleError
 from routepack.planner import Planner
 from routepack.testing import synthetic_batch, synthetic_demand
@@ -40,6 +40,111 @@ def test_equal_sequences_cost_little(sync):
     assert np.bincount(equal.packing.cell_of_S % 4).tolist() == [24] * 4
     assert equal.value < 1.05 * free.value
     assert verify(equal, DEMAND) == []
+
+
+def test_equal_sequences_are_kept_where_dealing_units_would_break_them():
+    # On 8 ranks of one group each, every unit that changes groups changes how many sequences a rank has.
+    demand = synthetic_demand(num_sequences=48, num_experts=8, max_length=300, seed=13)
+    packer = AttentionAwarePacker(max_tokens=512, equal_sequences=True)
+    topology = Topology(data_parallel_degree=8, expert_parallel_degree=1)
+    plan = Planner(topology=topology, packer=packer, sync="microbatch", num_proposals=3000).plan(demand)
+    assert np.bincount(plan.packing.cell_of_S % 8).tolist() == [6] * 8
+    assert verify(plan, demand) == []
+
+
+@given(
+    seed=st.integers(0, 100),
+    sync=st.sampled_from(SYNCS),
+    degrees=st.sampled_from([(2, 1), (4, 1), (4, 2), (4, 4)]),
+    rules=st.fixed_dictionaries(
+        {"sequence_skew": st.integers(0, 2), "min_microbatches": st.integers(1, 4), "microbatch_multiple": st.integers(1, 3)}
+    ),
+)
+@settings(max_examples=15, deadline=None)
+def test_equal_sequences_are_kept_under_every_rule_and_sync(seed, sync, degrees, rules):
+    demand = synthetic_demand(num_sequences=32, num_experts=8, max_length=200, seed=seed)
+    packer = AttentionAwarePacker(max_tokens=600, equal_sequences=True, **rules)
+    topology = Topology(data_parallel_degree=degrees[0], expert_parallel_degree=degrees[1])
+    plan = Planner(topology=topology, packer=packer, sync=sync, num_proposals=600).plan(demand)
+    assert verify(plan, demand) == []
+
+
+def test_a_window_with_more_rows_than_can_be_counted_is_refused():
+    tokens_SLE = np.full((2, 1, 2), 2**29, dtype=np.int32)
+    demand = RoutingDemand(tokens_SLE=tokens_SLE, length_S=np.full(2, 2**30), top_k=1)
+    topology = Topology(data_parallel_degree=1, expert_parallel_degree=1)
+    with pytest.raises(InfeasibleError, match=r"routes 2147483648 rows in a layer.*several windows"):
+        Planner(topology=topology, packer=FirstFitPacker(max_tokens=2**40)).plan(demand)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneMore(FirstFitPacker):
+    """A microbatch more than it takes."""
+
+    def assign(self, problem):
+        from routepack.solvers import greedy
+
+        cells = problem.num_cells + problem.topology.data_parallel_degree
+        return greedy.fill_empty(problem.feasible_cell_of_S, problem.length_S, cells)
+
+
+def test_a_certificate_claims_nothing_for_more_microbatches_than_it_takes():
+    plan = planner(packer=OneMore(max_tokens=2000)).plan(DEMAND)
+    possible = plan.certificate.lower_bound
+    assert plan.certificate.num_microbatches == plan.num_microbatches == possible + 1
+    assert not plan.certificate.certified
+    assert str(plan.certificate) == f"M = {possible + 1} ({possible} possible: certified, L2)"
+    assert verify(plan, DEMAND) == []
+
+
+@pytest.mark.parametrize(
+    ("previous", "message"),
+    [
+        (lambda plan: plan, "previous=plan.placement"),
+        (lambda plan: plan.placement.physical_to_logical_LP, "previous is a ndarray; give a ExpertPlacement"),
+        (lambda plan: "plan.safetensors", "previous='plan.safetensors' is a str"),
+    ],
+)
+def test_where_the_experts_are_is_a_placement(previous, message):
+    plan = planner(num_proposals=100).plan(DEMAND)
+    with pytest.raises(ConfigError, match=message):
+        planner(num_proposals=100).plan(DEMAND, previous=previous(plan))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priced(CostModel):
+    """Whatever it is told."""
+
+    given: object = None
+
+    def rates(self, demand, topology):
+        return self.given
+
+
+def test_a_cost_model_gives_rates():
+    with pytest.raises(ConfigError, match=r"what Priced\.rates gave=None is a NoneType; give a CostRates"):
+        planner(cost_model=Priced()).plan(DEMAND)
+
+
+@pytest.mark.parametrize("size", [1e-320, 1e300])
+def test_rates_that_price_nothing_that_can_be_searched_are_refused(size):
+    rates = CostRates(expert=size, linear_I=[size], quadratic_I=[0.0])
+    with pytest.raises(ConfigError, match="choose a nearer unit"):
+        planner(cost_model=Priced(given=rates)).plan(DEMAND)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cheapening(FirstFitPacker):
+    """Tries to be cheap."""
+
+    def assign(self, problem):
+        problem.rates.linear_I[:] = 0.0
+        return super().assign(problem)
+
+
+def test_a_packer_cannot_change_what_it_is_priced_by():
+    with pytest.raises(ValueError, match="read-only"):
+        planner(packer=Cheapening(max_tokens=512)).plan(DEMAND)
 
 
 def test_a_batch_and_its_demand_give_the_same_plan():

@@ -85,3 +85,15 @@ def test_the_digest_follows_counts_and_lengths():
     longer = RoutingDemand(tokens_SLE=[[[2, 0]], [[1, 1]]], length_S=[3, 2], top_k=1)
     moved = RoutingDemand(tokens_SLE=[[[1, 1]], [[1, 1]]], length_S=[2, 2], top_k=1)
     assert len({demand.digest, longer.digest, moved.digest}) == 3
+
+
+def test_more_rows_of_a_sequence_than_can_be_counted_are_refused():
+    with pytest.raises(TraceError, match="sequence 1 has 2147483648 routed rows a layer; at most 2147483647"):
+        RoutingDemand(tokens_SLE=[[[1, 0]], [[2**30, 2**30]]], length_S=[1, 2**31], top_k=1)
+
+
+def test_more_experts_than_any_model_has_are_refused():
+    with pytest.raises(TraceError, match="num_experts=1000000 must be at most 65536"):
+        batch_of([1], [1], experts=10**6)
+    with pytest.raises(TraceError, match="70000 experts; at most 65536"):
+        RoutingDemand(tokens_SLE=np.zeros((1, 1, 70_000), np.uint16), length_S=[1], top_k=1)

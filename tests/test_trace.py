@@ -5,7 +5,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from routepack.errors import ConfigError, TraceError
-from routepack.trace import concatenate, load_demand, load_plan, load_trace, load_window, save_demand, save_trace
+from routepack.trace import concatenate, load_demand, load_plan, load_trace, load_window, save_demand, save_plan, save_trace
 from routepack.types import RolloutBatch, RoutingDemand
 
 
@@ -125,6 +125,20 @@ def test_hostile_metadata_is_a_trace_error(tmp_path, change, message):
     path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
     with pytest.raises(TraceError, match=message):
         load_trace(path)
+
+
+def test_a_plan_nested_without_end_is_a_trace_error(tmp_path):
+    metadata = {"format": "routepack.plan/1", "plan": "[" * 200_000 + "]" * 200_000}
+    save_file({"length": np.ones(1)}, tmp_path / "p.safetensors", metadata=metadata)
+    with pytest.raises(TraceError, match=r"is not a whole routepack\.plan/1 file: RecursionError"):
+        load_plan(tmp_path / "p.safetensors")
+
+
+@pytest.mark.parametrize("save", [save_trace, save_demand, save_plan])
+def test_saving_another_noun_is_refused_and_writes_nothing(tmp_path, save):
+    with pytest.raises(ConfigError, match=r"'abc' is a str; give a R|plan='abc' is a str; give a Plan"):
+        save("abc", tmp_path / "t.safetensors")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unplaceable_tensor_is_named(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from routepack.components.packer import AttentionAwarePacker
 from routepack.components.rerouter import ExpertRerouter
 from routepack.cost import CostModel
+from routepack.errors import ConfigError, PlanError
 from routepack.planner import Planner
 from routepack.testing import synthetic_demand
 from routepack.types import SYNCS, Certificate, ExpertPlacement, Packing, PackingRules, RoutingDemand, Topology
@@ -198,3 +199,56 @@ def test_rules_that_a_plan_does_not_keep_are_named(rules, message):
     uneven = packing if np.ptp(np.bincount(cell_of_S % 4)) else PLAN.packing
     problems = verify(with_digest(PLAN, rules=PackingRules(**rules), packing=uneven), DEMAND)
     assert any(re.search(message, problem) for problem in problems), problems
+
+
+@pytest.mark.parametrize("options", [..., {}, {"expert_share": "a", "linear_share": "b", "quadratic_share": "c"}])
+def test_shares_that_a_plan_does_not_keep_are_named(options):
+    cost = {name: value for name, value in PLAN.cost.items() if name != "options"}
+    problems = verify(with_digest(PLAN, cost=cost if options is ... else cost | {"options": options}), DEMAND)
+    assert problems == ["the plan does not keep the shares of its WindowNormalizedCost."]
+
+
+@pytest.mark.parametrize("rule", ["min_microbatches", "microbatch_multiple"])
+def test_rules_without_bounds_are_rejected_at_once(rule):
+    problems = verify(with_digest(PLAN, rules=PackingRules(**{rule: 2**31 - 1})), DEMAND)
+    assert any(f"{rule}=2147483647" in problem for problem in problems)
+
+
+def test_a_certificate_of_another_number_of_microbatches_is_named():
+    fewer = replace(PLAN.certificate, num_microbatches=PLAN.num_microbatches - 1, possible=1, lower_bound=1)
+    assert any("does not fit" in problem for problem in verify(with_digest(PLAN, certificate=fewer), DEMAND))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bound": 0.0}, "plan.bound=0.0 must be above 0"),
+        ({"value": -1.0}, "plan.value=-1.0"),
+        ({"cost": {"linear": [1.0], "quadratic": [1.0, 2.0]}}, "once for each attention stage"),
+        ({"cost": {"linear": []}}, "once for each attention stage"),
+        ({"cost": {"linear": 1.0}}, "give a list"),
+        ({"cost": {"expert": [1.0]}}, "must be a finite number"),
+        ({"cost": {"across": "abc"}}, "must be a finite number"),
+        ({"cost": {"options": "abc"}}, "give a Mapping"),
+        ({"versions": {"numpy": 2}}, "give a str"),
+    ],
+)
+def test_figures_that_no_plan_has_are_refused(change, message):
+    with pytest.raises(PlanError, match=message):
+        with_digest(PLAN, **change)
+
+
+def test_more_cells_than_sequences_are_refused_before_they_are_counted():
+    with pytest.raises(PlanError, match="are 4611686014132420609 cells, and 2 sequences cannot fill them"):
+        Packing(cell_of_S=[0, 1], num_microbatches=2**31 - 1, data_parallel_degree=2**31 - 1)
+
+
+def test_an_expert_parallel_degree_without_bounds_is_refused_at_once():
+    topology = Topology(data_parallel_degree=2**31 - 1, expert_parallel_degree=2**31 - 1)
+    with pytest.raises(ConfigError, match="the nearest are 8"):
+        topology.slots_per_rank(8)
+
+
+def test_equal_sequences_is_a_yes_or_no():
+    with pytest.raises(ConfigError, match=r"packer\.equal_sequences='yes' is a str; give a bool"):
+        PackingRules(equal_sequences="yes")

@@ -148,7 +148,9 @@ def dealt(search: Search, candidate: Candidate, load_SRL: np.ndarray) -> Iterato
         num_microbatches=packing.num_microbatches,
         data_parallel_degree=packing.data_parallel_degree,
     )
-    yield search.priced(candidate.placement, packing, load_SRL)
+    # A unit that changes groups takes its ranks' numbers of sequences along, which the packer may have rules about.
+    if search.keeps_counts(packing):
+        yield search.priced(candidate.placement, packing, load_SRL)
 
 
 @dataclass(kw_only=True, eq=False)

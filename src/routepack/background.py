@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from routepack.checks import real, whole
+from routepack.checks import instance, real, whole
 from routepack.components.collector import RoutingDemandCollector
 from routepack.errors import PlanError
 from routepack.planner import Planner
@@ -88,6 +88,7 @@ class BackgroundPlanner:
     """Of the last result."""
 
     def __post_init__(self) -> None:
+        instance("planner", self.planner, Planner)
         whole("max_in_flight", self.max_in_flight, least=1, most=2**31 - 1)
         if self.ready_seconds is not None:
             real("ready_seconds", self.ready_seconds, least=MIN_READY_SECONDS, most=86_400.0)

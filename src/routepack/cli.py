@@ -370,9 +370,10 @@ def _planner(config: Any) -> Any:
 
 
 def _path(config: Any, key: str) -> Path:
-
     if key not in config or config[key] in (None, ""):
         raise ConfigError(f"{key} is not set: name a file, as in {key}=rollouts.safetensors.")
+    if not isinstance(config[key], str | int | float):
+        raise ConfigError(f"{key}={config[key]} is no path: name a file, as in {key}=rollouts.safetensors.")
     return Path(str(config[key]))
 
 

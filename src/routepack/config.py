@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import typing
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -65,11 +66,13 @@ def build(config: DictConfig, section: str, *, base: type[T], default: type[T] |
 def instantiate(target: type[T], options: dict[str, Any], *, where: str) -> T:
     """Make a *target* dataclass from plain *options*, each checked against the type of its field."""
     fields = [field for field in dataclasses.fields(cast(Any, target)) if field.init]
+    types = typing.get_type_hints(target)
     check_keys(options, [field.name for field in fields], where=where, what=target.__name__)
     for field in fields:
         needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if needed and field.name not in options:
             raise ConfigError(f"{where}.{field.name} is not set, and {target.__name__} needs it: give it a value.")
+    options = {name: _whole_as_int(value, types.get(name)) for name, value in options.items()}
     try:
         return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(target), options)))
     except RoutePackError:
@@ -82,6 +85,12 @@ def instantiate(target: type[T], options: dict[str, Any], *, where: str) -> T:
         value = f"={options[key]!r}" if key in options else ""
         name = ".".join(part for part in (where, key) if part)
         raise ConfigError(f"{name}{value}: {_first_line(error)}") from error
+
+
+def _whole_as_int(value: Any, kind: Any) -> Any:
+    """*value*, but 1e9, which YAML reads as a float, as an int where the field wants one."""
+    wants_int = int in (kind, *typing.get_args(kind)) and float not in (kind, *typing.get_args(kind))
+    return int(value) if isinstance(value, float) and value.is_integer() and wants_int else value
 
 
 def section_options(config: DictConfig, section: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from routepack.checks import real
+from routepack.checks import MOST, instance, real
 from routepack.communication import traffic_of
 from routepack.errors import ConfigError
 from routepack.types import Packing, RoutingDemand, Sync, Topology
@@ -55,14 +55,15 @@ class CostRates:
     """The same to other nodes. Both come from :mod:`routepack.communication`."""
 
     def __post_init__(self) -> None:
-        for name, dtype in (("linear_I", np.float64), ("quadratic_I", np.float64), ("window_I", np.int64)):
-            value = getattr(self, name)
-            value = np.zeros(len(self.linear_I)) if value is None else value
-            object.__setattr__(self, name, np.atleast_1d(np.asarray(value, dtype=dtype)))
-        sizes = {len(self.linear_I), len(self.quadratic_I), len(self.window_I)}
-        lowest = min(self.expert, self.linear_I.min(), self.quadratic_I.min(), self.window_I.min(), self.inside, self.across)
-        if len(sizes) != 1 or not lowest >= 0:
-            raise ConfigError(f"cost rates {self.as_dict()} must be one per attention stage, none negative.")
+        for name in ("expert", "inside", "across"):
+            object.__setattr__(self, name, real(f"cost rate {name}", getattr(self, name), least=0.0))
+        instance("cost rates' unit", self.unit, str)
+        object.__setattr__(self, "linear_I", _rates("linear_I", self.linear_I))
+        object.__setattr__(self, "quadratic_I", _rates("quadratic_I", self.quadratic_I))
+        window = np.zeros(len(self.linear_I)) if self.window_I is None else self.window_I
+        object.__setattr__(self, "window_I", _rates("window_I", window, np.int64))
+        if not len(self.linear_I) == len(self.quadratic_I) == len(self.window_I):
+            raise ConfigError(f"cost rates {self.as_dict()} must be one per attention stage.")
 
     def cost_SI(self, length_S: np.ndarray) -> np.ndarray:
         """float64 [S, I]: dense and attention work of each sequence in each attention stage."""
@@ -89,6 +90,21 @@ class CostRates:
     def links_cost(self) -> bool:
         """Whether it matters which rank sends to which."""
         return self.inside > 0 or self.across > 0
+
+
+def _rates(name: str, value: Any, dtype: type = np.float64) -> np.ndarray:
+    """*value* as an array [I] of its own that nobody can write to. Raises ConfigError where it is none of rates."""
+    try:
+        rate_I = np.atleast_1d(np.array(value, dtype=np.float64))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"cost rates {name} are no numbers: {error}.") from error
+    wrong = rate_I.ndim != 1 or not rate_I.size or not np.isfinite(rate_I).all() or rate_I.min() < 0
+    if wrong or (dtype == np.int64 and ((rate_I != np.rint(rate_I)) | (rate_I > MOST)).any()):
+        kind = f"whole numbers of at most {MOST}" if dtype == np.int64 else "finite numbers"
+        raise ConfigError(f"cost rates {name}={rate_I.tolist()} must be {kind}, none negative, one for each attention stage.")
+    rate_I = rate_I.astype(dtype)
+    rate_I.flags.writeable = False
+    return rate_I
 
 
 @dataclass(frozen=True, kw_only=True)

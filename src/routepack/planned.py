@@ -66,13 +66,14 @@ class Topology:
     @cached_property
     def group_of_W(self) -> np.ndarray:
         """int32 [W]: the EP group of each DP rank."""
-        return np.arange(self.data_parallel_degree, dtype=np.int32) * self.model_parallel_degree // self.expert_parallel_degree
+        rank_W = np.arange(self.data_parallel_degree, dtype=np.int64)
+        return (rank_W * self.model_parallel_degree // self.expert_parallel_degree).astype(np.int32)
 
     def slots_per_rank(self, num_experts: int) -> int:
         """Experts that each rank of an EP group holds. Raises ConfigError where they do not divide evenly."""
         degree = self.expert_parallel_degree
         if num_experts % degree:
-            below = max(r for r in range(1, degree) if num_experts % r == 0)
+            below = max(r for r in range(1, min(degree, num_experts + 1)) if num_experts % r == 0)
             above = min((r for r in range(degree + 1, num_experts + 1) if num_experts % r == 0), default=None)
             remedy = f"{below}" if above is None else f"{below} or {above}"
             raise ConfigError(
@@ -159,6 +160,11 @@ class Packing:
                 f"cells run from {cells.min()} to {cells.max()}; {self.num_microbatches} microbatches on "
                 f"{self.data_parallel_degree} ranks have cells 0 .. {self.num_cells - 1}."
             )
+        if self.num_cells > len(cells):
+            raise PlanError(
+                f"{self.num_microbatches} microbatches on {self.data_parallel_degree} ranks are {self.num_cells} cells, and "
+                f"{len(cells)} sequences cannot fill them: every rank needs a sequence in every microbatch."
+            )
         counts_C = np.bincount(cells, minlength=self.num_cells)
         if (counts_C == 0).any():
             cell = int(np.flatnonzero(counts_C == 0)[0])
@@ -227,6 +233,7 @@ class PackingRules:
     def __post_init__(self) -> None:
         for name, least in (("min_microbatches", 1), ("microbatch_multiple", 1), ("sequence_skew", 0)):
             object.__setattr__(self, name, whole(f"packer.{name}", getattr(self, name), least=least, most=2**31 - 1))
+        instance("packer.equal_sequences", self.equal_sequences, bool)
         if self.sequence_skew and not self.equal_sequences:
             raise ConfigError(
                 f"packer.sequence_skew={self.sequence_skew} loosens packer.equal_sequences, which is off: turn that on, or "
@@ -251,13 +258,18 @@ class Certificate:
     """How many microbatches a window needs at least, and how that is known."""
 
     num_microbatches: int
+    """Microbatches of the plan; of the packing found, where there is no plan yet."""
     lower_bound: int
     """Microbatches that no packing can go below: a bin-packing bound divided by the DP ranks, rounded up."""
     method: str
     """What proves that: ``L2``, or an exact search that found fewer impossible: ``bin completion``, ``CP-SAT``."""
+    possible: int = None  # pyrefly: ignore[bad-assignment]
+    """The fewest that a packing was found for. None, when constructing: ``num_microbatches``."""
 
     def __post_init__(self) -> None:
-        for name in ("num_microbatches", "lower_bound"):
+        if self.possible is None:
+            object.__setattr__(self, "possible", self.num_microbatches)
+        for name in ("num_microbatches", "lower_bound", "possible"):
             object.__setattr__(self, name, whole(f"certificate.{name}", getattr(self, name), least=1, error=PlanError))
         instance("certificate.method", self.method, str, error=PlanError)
 
@@ -267,7 +279,9 @@ class Certificate:
         return self.num_microbatches == self.lower_bound
 
     def __str__(self) -> str:
-        state = "certified" if self.certified else f"best known, at least {self.lower_bound}"
+        state = "certified" if self.possible == self.lower_bound else f"best known, at least {self.lower_bound}"
+        if self.possible < self.num_microbatches:
+            state = f"{self.possible} possible: {state}"
         return f"M = {self.num_microbatches} ({state}, {self.method})"
 
 
@@ -326,21 +340,40 @@ class Plan:
         for name, least in (("max_tokens", 1), ("baseline_microbatches", 0), ("seed", 0)):
             object.__setattr__(self, name, whole(f"plan.{name}", getattr(self, name), least=least, error=PlanError))
         for name in ("value", "bound", "baseline_value", "plan_seconds", "kernel_seconds"):
-            object.__setattr__(self, name, real(f"plan.{name}", getattr(self, name), error=PlanError))
+            object.__setattr__(self, name, real(f"plan.{name}", getattr(self, name), least=0.0, error=PlanError))
+        if self.value > 0 and not self.bound > 0:
+            raise PlanError(f"plan.bound={self.bound!r} must be above 0, as plan.value={self.value!r} is.")
         for name in ("unit", "demand_digest", "digest"):
             instance(f"plan.{name}", getattr(self, name), str, error=PlanError)
         for name in ("cost", "parts", "budget", "versions"):
             instance(f"plan.{name}", getattr(self, name), Mapping, error=PlanError)
         for name, value in self.parts.items():
             real(f"plan.parts[{name!r}]", value, error=PlanError)
-        for name in ("expert", "linear", "quadratic", "window"):
-            for rate in np.atleast_1d(self.cost.get(name, 0.0)).tolist():
+        for name, value in self.versions.items():
+            instance(f"plan.versions[{name!r}]", value, str, error=PlanError)
+        self._check_cost()
+
+    def _check_cost(self) -> None:
+        """The rates that are there: numbers, and lists with one for every attention stage."""
+        for name in {"expert", "inside", "across"} & self.cost.keys():
+            real(f"plan.cost[{name!r}]", self.cost[name], least=0.0, error=PlanError)
+        stages = {name: as_plain(self.cost[name]) for name in ("linear", "quadratic", "window") if name in self.cost}
+        for name, rates in stages.items():
+            instance(f"plan.cost[{name!r}]", rates, list, error=PlanError)
+            for rate in rates:
                 real(f"plan.cost[{name!r}]", rate, least=0.0, error=PlanError)
+        if any(not rates or len(rates) != len(next(iter(stages.values()))) for rates in stages.values()):
+            raise PlanError(
+                f"plan.cost must hold {', '.join(stages)} once for each attention stage, of which there is at least one."
+            )
+        for name, kind in (("model", str), ("options", Mapping), ("links", Mapping)):
+            if name in self.cost:
+                instance(f"plan.cost[{name!r}]", self.cost[name], kind, error=PlanError)
 
     @property
     def gap(self) -> float:
         """How far the value lies above its bound, as a fraction: 0.02 is 2 %."""
-        return self.value / self.bound - 1.0
+        return self.value / self.bound - 1.0 if self.bound else 0.0
 
     @property
     def num_microbatches(self) -> int:

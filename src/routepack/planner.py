@@ -18,10 +18,10 @@ from routepack.components.collector import RoutingDemandCollector
 from routepack.components.move_policy import AlwaysMove, MovePolicy
 from routepack.components.packer import FirstFitPacker, Packer, PackingProblem
 from routepack.components.rerouter import ExpertRerouter, Rerouter
-from routepack.errors import ConfigError
+from routepack.errors import ConfigError, InfeasibleError
 from routepack.locality import brought_near
 from routepack.transition import moved_on
-from routepack.types import SYNCS, Certificate, ExpertPlacement, Packing, Plan, RolloutBatch, RoutingDemand, Sync, Topology
+from routepack.types import SYNCS, ExpertPlacement, Packing, Plan, RolloutBatch, RoutingDemand, Sync, Topology
 from routepack.warm_up import ready_kernels
 
 FEWEST_PROPOSALS = 500
@@ -37,8 +37,9 @@ NO_MOVES: Mapping[str, float] = {}
 class Planner:
     """Plans optimizer-step windows: which experts on which ranks, which sequences in which microbatch.
 
-    The plan is never worse than the baseline (identity placement, first-fit packing), which is always
-    computed too, nor than those of :mod:`routepack.components.baselines`, wherever they take no more microbatches.
+    The plan is never worse than the baseline (identity placement, first-fit packing), which is always computed too,
+    wherever that takes no more microbatches. With a packer that ``improves`` on packings (AttentionAwarePacker), nor is it
+    worse than those of :mod:`routepack.components.baselines`; what another packer packs is what is compared.
     Same window, seed and ``num_proposals`` give the same plan, bit for bit, on any number of threads; a
     ``time_limit_seconds`` does not, and the plan's ``budget`` says which was used.
 
@@ -61,8 +62,9 @@ class Planner:
     """What joins the ranks: ``step``, ``microbatch`` or ``layer``."""
     seed: int = 0
     time_limit_seconds: float | None = None
-    """Plan for about so long instead of a fixed number of proposals. Kernels that are not compiled or loaded yet are first, and
-    their time does not count: the plan's ``kernel_seconds``."""
+    """Plan for about so long instead of a fixed number of proposals, though never shorter than counting, certifying and pricing
+    take: a limit below that searches as little as there is and is overrun. Kernels that are not compiled or loaded yet are
+    first, and their time does not count: the plan's ``kernel_seconds``."""
     num_proposals: int | None = None
     """Moves and swaps to try. None: :func:`default_proposals` of the window."""
 
@@ -98,6 +100,10 @@ class Planner:
         """
         started = time.monotonic()
         instance("window", window, (RolloutBatch, RoutingDemand))
+        if isinstance(previous, Plan):
+            raise ConfigError("previous is a Plan; give its placement: previous=plan.placement.")
+        if previous is not None:
+            instance("previous", previous, ExpertPlacement)
         demand = self.collector.collect(window) if isinstance(window, RolloutBatch) else window
         self.topology.slots_per_rank(demand.num_experts)
         compiled = 0.0 if self.time_limit_seconds is None else ready_kernels(self, demand)
@@ -105,6 +111,7 @@ class Planner:
         baseline = search.baseline()
         search.keep_time()
         found = [candidate for candidate in alternation.candidates(search) if search.allowed(candidate)]
+        found += search.legal()
         most = min(candidate.packing.num_microbatches for candidate in found)
         known = min(candidate.evaluation.value for candidate in found)
         # One microbatch more may lower the peaks on paper; each costs what no cost model here counts.
@@ -160,7 +167,9 @@ class Search:
     def __post_init__(self) -> None:
         planner, demand = self.planner, self.demand
         self.topology, self.packer, self.rerouter = planner.topology, planner.packer, planner.rerouter
+        _check_countable(demand)
         rates = planner.cost_model.rates(demand, self.topology)
+        instance(f"what {type(planner.cost_model).__name__}.rates gave", rates, cost.CostRates)
         planner.move_policy.check_unit(rates.unit)
         inside, across = planner.links.checked_prices(demand, self.topology, rates.unit)
         self.rates = replace(rates, inside=inside, across=across)
@@ -193,7 +202,22 @@ class Search:
 
     def allowed(self, candidate: Candidate) -> bool:
         """Whether the ranks' numbers of sequences are as the packer's rules want them."""
-        return self.packer.rules.counts_allowed(candidate.packing.cell_of_S, self.topology.data_parallel_degree)
+        return self.keeps_counts(candidate.packing)
+
+    def keeps_counts(self, packing: Packing) -> bool:
+        """The same of a packing alone."""
+        return self.packer.rules.counts_allowed(packing.cell_of_S, self.topology.data_parallel_degree)
+
+    def legal(self) -> Iterator[Candidate]:
+        """Where the packer has a rule on the ranks' numbers of sequences: what it certified, which keeps that in any case."""
+        if self.packer.rules.equal_sequences:
+            placement = self.rerouter.place(self.demand.tokens_LE, self.topology)
+            packing = Packing(
+                cell_of_S=self.feasible,
+                num_microbatches=self.certificate.num_microbatches,
+                data_parallel_degree=self.topology.data_parallel_degree,
+            )
+            yield self.priced(placement, packing, self.load_of(placement))
 
     def peers(self, known: float) -> Iterator[Candidate]:
         """What the baselines would plan where it can be worth less than *known*, the best value so far.
@@ -268,7 +292,7 @@ class Search:
         limits = bounds.plan_bounds(
             self.demand, self.topology, self.rates, max_tokens=self.packer.max_tokens, sync=planner.sync
         )
-        rows = min(self.certificate.num_microbatches, best.packing.num_microbatches)
+        rows = best.packing.num_microbatches
         parts = best.evaluation.parts("planned") | baseline.evaluation.parts("baseline")
         if not isinstance(planner.links, FreeLinks):
             parts |= self.traffic(best, "planned") | self.traffic(baseline, "baseline")
@@ -283,9 +307,7 @@ class Search:
             value=best.evaluation.value,
             bound=limits["attention"] + limits["expert"],
             baseline_value=baseline.evaluation.value,
-            certificate=Certificate(
-                num_microbatches=rows, lower_bound=self.certificate.lower_bound, method=self.certificate.method
-            ),
+            certificate=replace(self.certificate, num_microbatches=rows, possible=min(rows, self.certificate.possible)),
             baseline_microbatches=baseline.packing.num_microbatches,
             rules=self.packer.rules,
             unit=self.rates.unit,
@@ -310,6 +332,15 @@ class Search:
         if self.planner.time_limit_seconds is not None:
             return {"time_limit_seconds": float(self.planner.time_limit_seconds)}
         return {"num_proposals": int(self.num_proposals)}
+
+
+def _check_countable(demand: RoutingDemand) -> None:
+    """Raise InfeasibleError where a unit, which is the window at most, may route more rows than solvers count in 32 bits."""
+    rows = int(demand.tokens_LE[0].sum())
+    if rows >= 2**31:
+        raise InfeasibleError(
+            f"the window routes {rows} rows in a layer, and planning counts up to {2**31 - 1}: plan it in several windows."
+        )
 
 
 def versions() -> dict[str, str]:

@@ -16,6 +16,10 @@ from routepack.errors import TraceError
 TRACE_TENSORS = ("routed_experts", "cu_seqlens", "num_tokens", "layer_ids", "valid", "group_ids", "modality_ids")
 """Tensors of a trace file that are no fields; no field may take their names."""
 
+MOST_EXPERTS = 2**16
+"""Of a layer. Counts, placements and planning grow with the experts named, whether routed to or not: a larger number is a
+mistake, or worse, that would take all memory and minutes."""
+
 
 def id_dtype(num_experts: int) -> np.dtype:
     """The dtype of recorded expert ids, chosen from the number of experts, never from the data.
@@ -118,7 +122,9 @@ def _checked_fields(what: str, fields: Mapping[str, np.ndarray]) -> dict[str, np
 
 def _check_rollout_batch(batch: RolloutBatch) -> None:
     rows, layers, top_k = batch.routed_experts_TLK.shape
-    object.__setattr__(batch, "num_experts", whole("num_experts", batch.num_experts, least=1, most=2**20, error=TraceError))
+    object.__setattr__(
+        batch, "num_experts", whole("num_experts", batch.num_experts, least=1, most=MOST_EXPERTS, error=TraceError)
+    )
     if top_k > batch.num_experts or top_k < 1 or layers < 1:
         raise TraceError(
             f"routed_experts has shape {batch.routed_experts_TLK.shape} [rows, layers, top_k]: at least one layer, and "
@@ -243,6 +249,8 @@ def _check_demand(demand: RoutingDemand) -> None:
     if min(sequences, layers, experts) < 1:
         raise TraceError(f"tokens_SLE has shape {demand.tokens_SLE.shape}: at least one sequence, layer and expert are needed.")
     object.__setattr__(demand, "top_k", whole("top_k", demand.top_k, least=1, error=TraceError))
+    if experts > MOST_EXPERTS:
+        raise TraceError(f"tokens_SLE counts {experts} experts; at most {MOST_EXPERTS} can be planned.")
     if demand.top_k > experts:
         raise TraceError(f"top_k={demand.top_k} must lie between 1 and the {experts} experts.")
     sizes = dict.fromkeys(("length_S", "group_S", "modality_S", "estimated_S"), sequences) | {"layer_ids_L": layers}
@@ -265,13 +273,17 @@ def _check_conservation(demand: RoutingDemand) -> None:
             f"sequence {s} has {routed_SL[s].min()} to {routed_SL[s].max()} routed rows in its layers; every layer routes "
             f"the same tokens, so counts must agree ({len(uneven)} such sequences)."
         )
-    routed_S, most_S = routed_SL[:, 0], demand.top_k * demand.length_S
-    wrong = np.flatnonzero((routed_S > most_S) | (routed_S % demand.top_k != 0))
+    routed_S = routed_SL[:, 0]
+    # Solvers count the rows of a sequence in 32 bits.
+    if routed_S.max() >= 2**31:
+        s = int(routed_S.argmax())
+        raise TraceError(f"sequence {s} has {routed_S[s]} routed rows a layer; at most {2**31 - 1} can be counted.")
+    wrong = np.flatnonzero((routed_S // demand.top_k > demand.length_S) | (routed_S % demand.top_k != 0))
     if len(wrong):
         s = int(wrong[0])
         raise TraceError(
             f"sequence {s} has {routed_S[s]} routed rows a layer for {demand.length_S[s]} tokens and top_k={demand.top_k}: "
-            f"a multiple of top_k, at most {most_S[s]}, is needed."
+            f"a multiple of top_k, at most {demand.top_k * int(demand.length_S[s])}, is needed."
         )
 
 

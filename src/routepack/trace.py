@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from routepack.arrays import joined
+from routepack.checks import instance
 from routepack.errors import RoutePackError, TraceError
 from routepack.files import atomic_path
 from routepack.recorded import TRACE_TENSORS
@@ -63,6 +64,7 @@ def load_trace(path: str | Path) -> RolloutBatch:
 
 def save_trace(batch: RolloutBatch, path: str | Path, **metadata: str) -> None:
     """Write a ``routepack.trace/1`` file; *metadata* adds entries, such as ``num_layers`` of the model."""
+    instance("batch", batch, RolloutBatch)
     tensors = {
         "routed_experts": batch.routed_experts_TLK,
         "cu_seqlens": batch.cu_seqlens,
@@ -128,6 +130,7 @@ def load_demand(path: str | Path) -> RoutingDemand:
 
 def save_demand(demand: RoutingDemand, path: str | Path) -> None:
     """Write a ``routepack.demand/1`` file."""
+    instance("demand", demand, RoutingDemand)
     tensors = {
         "tokens_SLE": demand.tokens_SLE,
         "length_S": demand.length_S,
@@ -171,12 +174,13 @@ def load_plan(path: str | Path) -> Plan:
         )
     except RoutePackError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise TraceError(f"{path} is not a whole {PLAN} file: {type(error).__name__}: {error}.") from error
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Write a ``routepack.plan/1`` file."""
+    instance("plan", plan, Plan)
     tensors = {
         "physical_to_logical": plan.placement.physical_to_logical_LP,
         "cell_of_sequence": plan.packing.cell_of_S,

@@ -6,6 +6,7 @@ twice, in two ways. Letters: :mod:`routepack.types`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -110,15 +111,23 @@ def _normalisation(plan: Plan, demand: RoutingDemand) -> Iterator[str]:
     """Under the window-normalised cost a perfectly even window is worth the shares."""
     if plan.cost.get("model") != "WindowNormalizedCost":
         return
-    options, tokens = plan.cost["options"], demand.length_S.astype(np.float64)
+    options, tokens = plan.cost.get("options", {}), demand.length_S.astype(np.float64)
+    shares = [options.get(f"{name}_share") for name in ("expert", "linear", "quadratic")]
+    if not all(isinstance(share, float | int) and math.isfinite(share) for share in shares):
+        yield "the plan does not keep the shares of its WindowNormalizedCost."
+        return
     ranks = plan.topology.data_parallel_degree
     groups = ranks // _group_width(plan)
     rows = float(demand.tokens_SLE.sum(dtype=np.float64)) / (groups * plan.topology.expert_parallel_degree)
-    for name, share, even in (
-        ("expert", options["expert_share"], plan.cost["expert"] * rows),
-        ("linear", options["linear_share"], plan.cost["linear"][0] * tokens.sum() / ranks),
-        ("quadratic", options["quadratic_share"], plan.cost["quadratic"][0] * (tokens**2).sum() / ranks),
-    ):
+    names, evens = (
+        ("expert", "linear", "quadratic"),
+        (
+            plan.cost["expert"] * rows,
+            plan.cost["linear"][0] * tokens.sum() / ranks,
+            plan.cost["quadratic"][0] * (tokens**2).sum() / ranks,
+        ),
+    )
+    for name, share, even in zip(names, shares, evens, strict=True):
         if rows and not _close(share, even):
             yield f"an even window costs {even!r} by the {name} rate, not its share {share!r}."
 
@@ -195,7 +204,10 @@ def _baseline(demand: RoutingDemand, plan: Plan) -> np.ndarray | None:
     ranks, kinds = plan.topology.data_parallel_degree, _kinds(demand)
     opened = [_first_fit(demand.length_S[kind], plan.max_tokens) for kind in kinds]
     rows = [-(-int(cell.max() + 1) // ranks) for cell in opened]
-    for _ in range(_asked(plan, sum(rows)) - sum(rows)):
+    asked = _asked(plan, sum(rows))
+    if asked * ranks > demand.num_sequences:
+        return None
+    for _ in range(asked - sum(rows)):
         spare = [len(kind) - row * ranks for kind, row in zip(kinds, rows, strict=True)]
         rows[spare.index(max(spare))] += 1
     if any(row * ranks > len(kind) for kind, row in zip(kinds, rows, strict=True)):
@@ -294,14 +306,15 @@ def _rows(plan: Plan, demand: RoutingDemand) -> Iterator[str]:
             held[cell % ranks] += 1
         if max(held) - min(held) > plan.rules.sequence_skew:
             yield f"ranks get {min(held)} to {max(held)} sequences; at most {plan.rules.sequence_skew} apart are asked for."
-    if not certificate.lower_bound <= certificate.num_microbatches <= plan.num_microbatches:
+    fits = certificate.lower_bound <= certificate.possible <= certificate.num_microbatches
+    if not fits or certificate.num_microbatches != plan.num_microbatches:
         yield f"the certificate ({certificate}) does not fit the plan's {plan.num_microbatches} microbatches."
 
 
 def _asked(plan: Plan, rows: int) -> int:
     """The fewest microbatches, of so many or more, that the plan's rules allow."""
     rows = max(rows, plan.rules.min_microbatches)
-    return next(m for m in range(rows, rows + plan.rules.microbatch_multiple) if m % plan.rules.microbatch_multiple == 0)
+    return rows + -rows % plan.rules.microbatch_multiple
 
 
 def _fits(length_S: np.ndarray, cap: int, bins: int, tries: int = 300_000) -> bool | None:

@@ -37,7 +37,7 @@ class Always(Packer):
     cells: tuple = ()
 
     def assign(self, problem):
-        return np.array(self.cells)
+        return self.cells
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,9 @@ class LongestFirst(Packer):
         ((0, 1, -1, 2), "left sequence 2 .2 tokens. in cell -1"),
         ((0, 1), "shape .2,.*4 whole numbers"),
         ((0.0, 1.0, 2.0, 3.0), "dtype float64"),
+        ((0, 1, 2**62, 2), "put sequence 2 into cell 4611686018427387904: 4 sequences fill at most cells 0 .. 3"),
+        (tuple(np.array([0, 1, 2**64 - 1, 2], np.uint64)), "put sequence 2 into cell 18446744073709551615"),
+        (((0, 1), (2,)), "Always gave cells that are no array"),
     ],
 )
 def test_an_illegal_packing_names_packer_cell_tokens_and_cap(cells, message):

@@ -18,12 +18,16 @@ class Always(Rerouter):
     slots: list = field(default_factory=list)
 
     def assign(self, tokens_LE, num_ranks):
-        return np.array(self.slots)
+        return self.slots
 
 
 @pytest.mark.parametrize(
     ("slots", "message"),
-    [([[0, 1, 1, 3]], "Always: placement of layer 0 is not a permutation"), ([[0, 1, 2]], r"shape \(1, 3\)")],
+    [
+        ([[0, 1, 1, 3]], "Always: placement of layer 0 is not a permutation"),
+        ([[0, 1, 2]], r"shape \(1, 3\)"),
+        ([[0, 1, 2, 3], [0]], "Always placed experts in slots that are no array"),
+    ],
 )
 def test_an_illegal_placement_names_the_rerouter_and_the_layer(slots, message):
     with pytest.raises(PlanError, match=message):

@@ -192,7 +192,7 @@ class Packer(ABC):
         while rows * ranks <= len(length_S):
             filled = greedy.fill_empty(cell_of_S, length_S, rows * ranks)
             if (equal := self._equalized(filled, length_S, ranks)) is not None:
-                return replace(certificate, num_microbatches=rows), equal
+                return replace(certificate, num_microbatches=rows, possible=rows), equal
             rows = self.rules.allowed(rows + 1)
         raise InfeasibleError(
             f"packer.equal_sequences=True: found no packing of the {len(length_S)} sequences under packer.max_tokens="
@@ -274,7 +274,11 @@ class Packer(ABC):
 
     def _assigned(self, problem: PackingProblem) -> np.ndarray:
         given = replace(problem, length_S=problem.length_S.copy())
-        cell_of_S = np.asarray(self.assign(given))
+        assigned = self.assign(given)
+        try:
+            cell_of_S = np.asarray(assigned)
+        except ValueError as error:
+            raise PlanError(f"{type(self).__name__} gave cells that are no array: {error}.") from error
         if not np.array_equal(given.length_S, problem.length_S):
             raise PlanError(f"{type(self).__name__} changed problem.length_S: copy it first.")
         if cell_of_S.shape != problem.length_S.shape or cell_of_S.dtype.kind not in "iu":
@@ -282,7 +286,13 @@ class Packer(ABC):
                 f"{type(self).__name__} gave cells of shape {cell_of_S.shape} and dtype {cell_of_S.dtype}; "
                 f"{len(problem.length_S)} whole numbers are needed."
             )
-        return cell_of_S
+        s = int(cell_of_S.argmax())
+        if int(cell_of_S[s]) >= len(cell_of_S):
+            raise PlanError(
+                f"{type(self).__name__} put sequence {s} into cell {cell_of_S[s]}: {len(cell_of_S)} sequences fill at most "
+                f"cells 0 .. {len(cell_of_S) - 1}, and every cell needs one."
+            )
+        return cell_of_S.astype(np.int64, copy=False)
 
     def _roomier(self, problem: PackingProblem, cell_of_S: np.ndarray) -> PackingProblem:
         """The same problem with one microbatch more, where there are sequences enough to fill it."""

@@ -130,6 +130,10 @@ class Rerouter(ABC):
 
     def _checked(self, slots_LP: np.ndarray, shape: tuple[int, int]) -> ExpertPlacement:
         name = type(self).__name__
+        try:
+            slots_LP = np.asarray(slots_LP)
+        except ValueError as error:
+            raise PlanError(f"{name} placed experts in slots that are no array: {error}.") from error
         if np.shape(slots_LP) != shape:
             raise PlanError(f"{name} placed experts in shape {np.shape(slots_LP)}; {shape} [layers, experts] is needed.")
         try:

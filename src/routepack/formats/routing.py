@@ -8,6 +8,7 @@ from typing import Any
 
 from routepack.checks import whole
 from routepack.errors import ConfigError, TraceError
+from routepack.recorded import MOST_EXPERTS
 
 NAMES = {
     "num_experts": (
@@ -41,7 +42,7 @@ class ModelRouting:
     """Absolute decoder layers that have a router. None: all that ever recorded anything but zeros."""
 
     def __post_init__(self) -> None:
-        whole("model.num_experts", self.num_experts, least=1, most=2**20)
+        whole("model.num_experts", self.num_experts, least=1, most=MOST_EXPERTS)
         if self.top_k is not None:
             whole("model.top_k", self.top_k, least=1, most=self.num_experts)
         if self.num_layers is not None:

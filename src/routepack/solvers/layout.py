@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from routepack.errors import InfeasibleError
+from routepack.errors import ConfigError, InfeasibleError
 from routepack.solvers import _anneal_kernels as kernels
 from routepack.solvers._joined_kernels import SLOPE, anneal_joined
 from routepack.solvers.loads import summed_by_unit
@@ -31,7 +31,10 @@ class Weights:
     @classmethod
     def of(cls, cost_SI: np.ndarray, expert: float, num_rows: int) -> Weights:
         """Scale real costs so that their total fills 2^56: seven digits or more of each survive."""
-        scale = 2.0**56 / ((float(cost_SI.sum()) + expert * num_rows) or 1.0)
+        total = float(cost_SI.sum()) + expert * num_rows
+        if total and not 2.0**-900 <= total <= 2.0**900:
+            raise ConfigError(f"cost rates price the window at {total!r}, beyond what can be searched: choose a nearer unit.")
+        scale = 2.0**56 / (total or 1.0)
         return cls(cost_SI=np.rint(cost_SI * scale).astype(np.int64), expert=int(np.rint(expert * scale)), scale=scale)
 
 

@@ -128,7 +128,7 @@ def rl_line(step: int, figures: Mapping[str, float], plan: Plan) -> str:
         f"{figures['reward']:.3f}",
         f"{figures['loss']:.4f}",
         f"{figures['tokens_per_second']:.0f}",
-        f"{plan.num_microbatches} {'certified' if plan.certificate.certified else 'best known'}",
+        f"{plan.num_microbatches} {'certified' if plan.certificate.certified else 'not proven'}",
         f"{parts['baseline.imbalance_mean']:.3f} -> {parts['planned.imbalance_mean']:.3f}",
         f"{plan.baseline_value:.3f} -> {plan.value:.3f}",
         f"{figures['experts_moved']:.0f}",
