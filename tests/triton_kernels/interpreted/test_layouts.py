@@ -117,10 +117,15 @@ def test_no_rows_but_an_index_of_none():
 
 
 @pytest.mark.parametrize(("wanted", "expected"), [("tf32", "tf32"), ("ieee", "ieee"), ("none", "ieee")])
-def test_fp32_products_as_torch_is_told(monkeypatch, wanted, expected):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", wanted)
-    assert launch.precision(torch.ones(1)) == expected
-    assert launch.precision(torch.ones(1).bfloat16()) == "ieee"
+def test_fp32_products_as_torch_is_told(wanted, expected):
+    matmul = torch.backends.cuda.matmul
+    kept = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = wanted
+        assert launch.precision(torch.ones(1)) == expected
+        assert launch.precision(torch.ones(1).bfloat16()) == "ieee"
+    finally:
+        matmul.fp32_precision = kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
