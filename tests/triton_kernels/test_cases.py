@@ -88,7 +88,8 @@ def test_aiter_4530_a_row_of_nan_stays_in_range_and_to_itself():
     x[1] = float("nan")
     out = moe(x)
     assert ((moe.last_topk_ids >= 0) & (moe.last_topk_ids < 4)).all()
-    assert torch.equal(out[[0, 2, 3, 4]], clean[[0, 2, 3, 4]])
+    # The NaN row may go to other experts than before, and the height of a product may change its last bits.
+    torch.testing.assert_close(out[[0, 2, 3, 4]], clean[[0, 2, 3, 4]])
 
 
 def test_torchtitan_3436_counts_are_integers_and_exact_beyond_float32():

@@ -77,9 +77,26 @@ def test_a_new_architecture_needs_every_kernel(given):
         ({"sm_90": {"down_forward": {"large": TILE | {"BM": 96}}}}, "BM=96"),
         ({"sm_90": {"down_forward": {"large": TILE | {"num_warps": 0}}}}, "num_warps=0"),
         ({"sm_90": {"down_forward": {"large": TILE | {"SPLIT": 8}}}}, "SPLIT=8"),
+        ([], "is list; give an object of architectures"),
+        ("null", "is NoneType; give an object of architectures"),
+        ({"sm_90": []}, "sm_90 is list; give an object of kernels"),
+        ({"sm_90": {"down_forward": 4}}, "sm_90 down_forward is int; give an object of row classes"),
+        ({"sm_90": {"down_forward": {"large": [1]}}}, "large is list; give an object of options"),
+        ({"sm_90": {"down_forward": {"large": TILE | {"BM": 8}}}}, "BM=8; the kernels' products take at least 16"),
+        ({"sm_90": {"down_forward": {"large": TILE | {"BM": True}}}}, "BM=True; give a whole number"),
+        ({"sm_90": {"down_forward": {"large": TILE | {"num_warps": 64}}}}, "num_warps=64; a program has at most 32"),
+        ({"sm_90": {"down_backward": {"large": TILE | {"BN": 32, "SPLIT": 4}}}}, "BN=32 in SPLIT=4 pieces"),
+        ({"sm90": {"down_forward": {"large": TILE}}}, "'sm90' is no architecture: name it as sm_90 or gfx942"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_with_the_entry(given, content, message):
     given(content)
     with pytest.raises(ValueError, match=message):
         configs.config_for("down_forward", "sm_90", 1000.0)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "configs.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="cannot be read"):
+        configs.read_configs(path)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routepack.triton_kernels import grouped_experts, moe_experts, ops, reference
+from routepack.triton_kernels import PermutedMoE, grouped_experts, moe_experts, ops, reference
 from routepack.triton_kernels.routing import max_tiles, offsets_of_counts, route
 from routepack.triton_kernels.testing import ROUTINGS, random_problem, relative_errors
 
@@ -98,6 +98,91 @@ def test_autocast_computes_in_its_dtype():
     assert problem.w1.grad.dtype == torch.float32
 
 
+def test_autocast_leaves_float64_as_it_is():
+    problem = random_problem(T=9, D=8, F=6, K=2, E=3, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = moe_experts(problem.x, problem.ids, problem.scores, problem.w1, problem.w3, problem.w2)
+    assert relative_errors([out], problem.reference()[:1])[0] < 1e-12
+
+
+def test_nothing_is_added_to_the_accumulator_of_a_weight_without_a_gradient():
+    problem = random_problem(T=9, D=8, F=6, K=2, E=3).requiring_grad()
+    problem.w3.requires_grad_(False)
+    weights = (problem.w1, problem.w3, problem.w2)
+    sums = [torch.ones_like(w) for w in weights]
+    moe_experts(problem.x, problem.ids, problem.scores, *weights, grad_accumulators=sums).backward(problem.dout)
+    assert torch.equal(sums[1], torch.ones_like(sums[1]))
+    wanted = problem.reference()
+    assert max(relative_errors([sums[0] - 1, sums[2] - 1], [wanted[3], wanted[5]])) < 1e-5
+
+
+def test_accumulators_get_sums_that_were_not_rounded_to_16_bits():
+    problem = random_problem(T=60, D=8, F=6, K=2, E=3, dtype=torch.bfloat16).requiring_grad()
+    weights = (problem.w1, problem.w3, problem.w2)
+    sums = [torch.zeros(w.shape) for w in weights]
+    moe_experts(problem.x, problem.ids, problem.scores, *weights, grad_accumulators=sums).backward(problem.dout)
+    assert not any(torch.equal(total, total.bfloat16().float()) for total in sums)
+
+
+@pytest.mark.parametrize("named_by", ["row_index", "topk_ids"])
+def test_a_slot_without_an_expert_may_have_a_score_of_nan(named_by):
+    problem = random_problem(T=6, D=8, F=6, K=1, E=3).requiring_grad()
+    scores = torch.tensor([float("nan"), 1.0, 0.5, 0.25, 2.0, 1.0]).requires_grad_()
+    weights = (problem.w1, problem.w3, problem.w2)
+    if named_by == "row_index":
+        out = grouped_experts(
+            problem.x, torch.tensor([2, 1, 1]), *weights, row_index=torch.tensor([-1, 3, 4, 5]), row_scores=scores
+        )
+    else:
+        out = moe_experts(problem.x, torch.tensor([[-1], [0], [1], [2], [0], [1]]), scores[:, None], *weights)
+    out.sum().backward()
+    assert torch.isfinite(out).all()
+    assert all(torch.isfinite(leaf.grad).all() for leaf in (problem.x, scores, *weights))
+
+
+def test_a_padding_token_of_nan_without_experts_is_zeros():
+    moe = PermutedMoE(dim=8, hidden_dim=6, num_experts=4, top_k=2)
+    x = torch.randn(3, 8)
+    x[2] = float("nan")
+    x.requires_grad_()
+    out = moe(x, topk_ids=torch.tensor([[0, 1], [2, 3], [-1, -1]]))
+    assert torch.equal(out[2], torch.zeros(8))
+    assert torch.isfinite(torch.autograd.grad(out.sum(), moe.experts.w1_EFD)[0]).all()
+
+
+def test_no_rows_but_an_index_of_none():
+    problem = random_problem(T=0, D=8, F=6, K=1, E=2).requiring_grad()
+    weights = (problem.w1, problem.w3, problem.w2)
+    out = grouped_experts(problem.x, torch.tensor([1, 1]), *weights, row_index=torch.tensor([-1, -1]))
+    out.sum().backward()
+    assert out.shape == (0, 8)
+    assert all(torch.equal(w.grad, torch.zeros_like(w)) for w in weights)
+
+
+INTEGERS = [torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_ids_counts_and_indices_of_any_integer_type(dtype):
+    E = 128
+    ids = torch.randint(0, E, (40, 2), generator=torch.Generator().manual_seed(0))
+    ids[::3, 1] = -1 if dtype.is_signed else 200
+    problem = random_problem(T=300, D=8, F=6, K=1, E=E)
+    assert all(torch.equal(a, b) for a, b in zip(route(ids.to(dtype), E), route(ids, E), strict=True))
+    weights = (problem.w1, problem.w3, problem.w2)
+    counts, index = torch.ones(E, dtype=torch.long), torch.arange(127, -1, -1)
+    wanted = grouped_experts(problem.x, counts, *weights, row_index=index)
+    assert torch.equal(grouped_experts(problem.x, counts.to(dtype), *weights, row_index=index.to(dtype)), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32], ids=str)
+def test_the_module_replays_ids_of_any_integer_type(dtype):
+    moe = PermutedMoE(dim=8, hidden_dim=6, num_experts=4, top_k=2)
+    x = torch.randn(3, 8)
+    wanted = moe(x)
+    assert torch.equal(moe(x, topk_ids=moe.last_topk_ids.to(dtype)), wanted)
+
+
 @given(
     ids=st.integers(1, 6).flatmap(
         lambda K: st.lists(st.lists(st.integers(-2, 9), min_size=K, max_size=K), min_size=1, max_size=40)
@@ -137,6 +222,11 @@ def test_many_experts_need_a_wider_sort_key():
 
 def test_counts_beyond_the_rows_are_cut():
     assert offsets_of_counts(torch.tensor([30, 30]), 40).tolist() == [0, 30, 40]
+
+
+def test_counts_below_zero_are_zero():
+    assert offsets_of_counts(torch.tensor([-5, 10, 2]), 8).tolist() == [0, 0, 8, 8]
+    assert offsets_of_counts(torch.tensor([3, -4, 2]), 8).tolist() == [0, 3, 3, 5]
 
 
 def test_one_log_line_says_what_runs(caplog, monkeypatch):

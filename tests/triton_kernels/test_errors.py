@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from routepack.triton_kernels import PermutedExperts, PermutedMoE, grouped_experts, moe_experts
 
@@ -31,6 +32,21 @@ LOCAL = [
     ({"implementation": "cuda"}, "implementation='cuda' is not known"),
     ({"implementation": "triton"}, "needs Triton's interpreter: set TRITON_INTERPRET=1"),
 ]
+
+
+SUMS = (torch.zeros(3, 6, 8), torch.zeros(3, 6, 8), torch.zeros(3, 8, 6))
+ACCUMULATORS = [
+    (SUMS[:2], r"has 2 entries \(Tensor, Tensor\); give three tensors"),
+    ((SUMS[0], None, SUMS[2]), "NoneType.*; give three tensors"),
+    ((SUMS[2], SUMS[1], SUMS[0]), r"for w1 is \[3, 8, 6\]; it must be \[3, 6, 8\]"),
+    ([total[:2] for total in SUMS], r"for w1 is \[2, 6, 8\]; it must be \[3, 6, 8\]"),
+    ([total.long() for total in SUMS], "for w1 is torch.int64; give floating point"),
+    ([total.to("meta") for total in SUMS], "for w1 lies on meta and w1 on cpu"),
+    ((*SUMS[:2], torch.zeros(1).expand(3, 8, 6)), r"for w2 has strides \(0, 0, 0\), by which elements share memory"),
+    ((SUMS[0], torch.zeros(60).as_strided((3, 6, 8), (8, 2, 1)), SUMS[2]), r"for w3 has strides \(8, 2, 1\)"),
+    ((SUMS[0], SUMS[0], SUMS[2]), "names one tensor twice"),
+]
+LOCAL += [({"grad_accumulators": sums}, message) for sums, message in ACCUMULATORS]
 
 
 @pytest.mark.parametrize(("changes", "message"), LOCAL, ids=lambda value: value if isinstance(value, str) else "")
@@ -71,3 +87,77 @@ def test_modules_refuse_their_options_when_made():
         PermutedMoE(dim=4, hidden_dim=4, num_experts=4, top_k=5)
     with pytest.raises(ValueError, match="recompute='some' is not known"):
         PermutedExperts(dim=4, hidden_dim=4, num_experts=4, recompute="some")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ({"dim": 0}, ValueError, "dim=0 must be at least 1"),
+        ({"hidden_dim": -2}, ValueError, "hidden_dim=-2 must be at least 1"),
+        ({"num_experts": 0}, ValueError, "num_experts=0 must be at least 1"),
+        ({"top_k": 0}, ValueError, "top_k=0 must be at least 1"),
+        ({"top_k": 1.5}, TypeError, "top_k=1.5 is no whole number"),
+        ({"top_k": True}, TypeError, "top_k=True is no whole number"),
+        ({"dim": 4.0}, TypeError, "dim=4.0 is no whole number"),
+    ],
+)
+def test_modules_refuse_sizes_that_are_none(sizes, error, message):
+    with pytest.raises(error, match=message):
+        PermutedMoE(**{"dim": 4, "hidden_dim": 4, "num_experts": 4, "top_k": 2} | sizes)
+
+
+@pytest.mark.parametrize(
+    ("x", "ids", "error", "message"),
+    [
+        (X, IDS.float(), TypeError, "topk_ids is torch.float32; give integers"),
+        (X, IDS[:3], ValueError, r"topk_ids is \[3, 2\]; beside x \[5, 8\] give \[5, 'K'\]"),
+        (X, IDS[:, :0], ValueError, r"topk_ids is \[5, 0\]; .* K of at least 1"),
+        (X, IDS[:, 0], ValueError, r"topk_ids is \[5\]; beside x"),
+        (X[None], IDS, ValueError, r"topk_ids is \[5, 2\]; beside x \[1, 5, 8\] give \[1, 5, 'K'\]"),
+        (torch.ones(5, 9), IDS, ValueError, r"x is \[5, 9\]; give \[..., D\] with D = 8"),
+        (torch.ones(()), None, ValueError, r"x is \[\]; give \[..., D\] with D = 8"),
+    ],
+)
+def test_modules_refuse_tokens_and_routes_that_do_not_fit(x, ids, error, message):
+    moe = PermutedMoE(dim=8, hidden_dim=6, num_experts=3, top_k=2)
+    with pytest.raises(error, match=message):
+        moe(x, topk_ids=ids)
+
+
+def test_ids_of_all_experts_are_refused_where_only_some_are_here():
+    class Sharded(PermutedExperts):
+        """As under expert parallelism: the weights' local shard has a part of the experts."""
+
+        def _weights(self):
+            return [weight[2:] for weight in super()._weights()]
+
+    experts = Sharded(dim=8, hidden_dim=6, num_experts=4)
+    with pytest.raises(ValueError, match=r"2 of num_experts=4 experts are on this rank.*call \.grouped\(rows, counts\)"):
+        experts(X, IDS, SCORES)
+    assert experts.grouped(X, COUNTS[:2]).shape == X.shape
+
+
+def test_second_derivatives_are_refused():
+    x = X.clone().requires_grad_()
+    first = torch.autograd.grad(moe_experts(x, IDS, SCORES, W1, W1, W2).sum(), x, create_graph=True)[0]
+    with pytest.raises(NotImplementedError, match="Second derivatives of the MoE layer are not supported"):
+        first.sum().backward()
+
+
+# What torch itself loads for forward mode.
+FORWARD_MODE = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+
+@FORWARD_MODE
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.hessian, torch.func.jacfwd, torch.func.jacrev])
+def test_transforms_that_differentiate_are_refused(transform):
+    with pytest.raises(NotImplementedError, match=r"not under torch\.func"):
+        transform(lambda x: moe_experts(x, IDS, SCORES, W1, W1, W2).sum())(X)
+
+
+@FORWARD_MODE
+def test_forward_mode_derivatives_are_refused():
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(X, X)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            moe_experts(x, IDS, SCORES, W1, W1, W2)

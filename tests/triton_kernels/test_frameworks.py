@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from routepack.triton_kernels import PermutedExperts, PermutedMoE, grouped_experts, moe_experts, ops
@@ -156,6 +157,22 @@ def test_nothing_is_kept_without_training():
             torch.zeros(9, dtype=torch.int32), None, None, 1, False, "eager", None, None, None, None, None,
         )  # fmt: skip
     assert h.numel() == 0
+
+
+@pytest.mark.parametrize("mode", ["meta", "fake"])
+def test_shapes_without_numbers(mode):
+    with FakeTensorMode() if mode == "fake" else torch.device("meta"):
+        moe = PermutedMoE(dim=8, hidden_dim=6, num_experts=4, top_k=2)
+        x, counts = torch.randn(3, 8), torch.ones(4, dtype=torch.long)
+        assert moe(x).shape == (3, 8)
+        assert moe.experts.grouped(x, counts, row_index=torch.arange(3)).shape == (3, 8)
+
+
+def test_the_operator_of_no_rows_is_what_it_declares():
+    problem = random_problem(T=0, D=8, F=4, K=1, E=2)
+    offsets, order = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([-1, -1], dtype=torch.int32)
+    operands = (problem.x, None, problem.w1, problem.w3, problem.w2, offsets, order, None, 1, True, "eager", *(None,) * 5)
+    torch.library.opcheck(torch.ops.routepack.experts.default, operands, test_utils="test_faketensor")
 
 
 def torchtitan_layer(dim, hidden_dim, num_experts, top_k):

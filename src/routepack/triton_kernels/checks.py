@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from routepack.triton_kernels.routing import signed
 
 IMPLEMENTATIONS = ("auto", "triton", "eager")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -73,8 +77,90 @@ def check_grouped(
         if row_scores.shape != rows.shape[:1]:
             raise ValueError(f"row_scores is {list(row_scores.shape)}; give one for each of the {rows.shape[0]} rows.")
     _check_size("rows", rows.shape[0])
-    if not rows.is_cuda and not torch.compiler.is_compiling():
-        _check_counts(counts, rows.shape[0] if row_index is None else row_index.shape[0])
+    if not rows.is_cuda and _is_readable(counts):
+        _check_counts(signed(counts), rows.shape[0] if row_index is None else row_index.shape[0])
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether there are numbers: not while tracing, nor in fake tensors (a subclass) or on the meta device."""
+    return type(tensor) is Tensor and not tensor.is_meta and not torch.compiler.is_compiling()
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise unless every size is a whole number of at least 1."""
+    for name, value in sizes.items():
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} is no whole number.")
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+
+
+def check_leading(x: Tensor, dim: int, topk_ids: Tensor | None) -> None:
+    """Raise unless x is [..., D] and the ids are integers [..., K] of the same leading axes."""
+    if x.ndim == 0 or x.shape[-1] != dim:
+        raise ValueError(f"x is {list(x.shape)}; give [..., D] with D = {dim}.")
+    if topk_ids is None:
+        return
+    _check_integers("topk_ids", topk_ids, x)
+    if topk_ids.ndim != x.ndim or topk_ids.shape[:-1] != x.shape[:-1] or topk_ids.shape[-1] == 0:
+        raise ValueError(
+            f"topk_ids is {list(topk_ids.shape)}; beside x {list(x.shape)} give {[*x.shape[:-1], 'K']} with K of at least 1."
+        )
+
+
+def check_accumulators(sums: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """Raise unless there is a tensor for each of the weights w1, w3, w2 that its gradient can be added to."""
+    if len(sums) != 3 or not all(isinstance(total, Tensor) for total in sums):
+        given = ", ".join(type(total).__name__ for total in sums)
+        raise ValueError(f"grad_accumulators has {len(sums)} entries ({given}); give three tensors, for (w1, w3, w2).")
+    for name, total, weight in zip(("w1", "w3", "w2"), sums, weights, strict=True):
+        label = f"grad_accumulators for {name}"
+        if total.shape != weight.shape:
+            raise ValueError(f"{label} is {list(total.shape)}; it must be {list(weight.shape)}, as {name} is here.")
+        if not total.dtype.is_floating_point:
+            raise TypeError(f"{label} is {total.dtype}; give floating point, torch.float32 as a rule.")
+        if total.device != weight.device:
+            raise ValueError(f"{label} lies on {total.device} and {name} on {weight.device}: move one of them.")
+        if _overlaps(total):
+            raise ValueError(f"{label} has strides {total.stride()}, by which elements share memory: give a dense one.")
+    if sums[0] is sums[1] or sums[0] is sums[2] or sums[1] is sums[2]:
+        raise ValueError("grad_accumulators names one tensor twice: each weight needs its own.")
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements may share memory: false where every axis steps over all that the axes within it reach."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def check_transforms(tensors: Sequence[Tensor]) -> None:
+    """Raise under transforms whose derivatives would be wrong (forward mode: zeros) or fail with torch's own words."""
+    if torch.compiler.is_compiling():
+        return
+    for tensor in tensors:
+        if _is_differentiated_by_func(tensor):
+            raise NotImplementedError(
+                "The MoE layer works under torch.autograd, not under torch.func.grad, vjp, jvp and what is built on them: "
+                "use .backward() or torch.autograd.grad, or routepack.triton_kernels.reference."
+            )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                "The MoE layer has no forward-mode derivative: use .backward() or torch.autograd.grad, or "
+                "routepack.triton_kernels.reference."
+            )
+
+
+def _is_differentiated_by_func(tensor: Tensor) -> bool:
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_gradtrackingtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
 
 
 def _check_counts(counts: Tensor, num_rows: int) -> None:

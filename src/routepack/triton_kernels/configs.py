@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 CONFIG_FILE = "ROUTEPACK_KERNEL_CONFIGS"
 """The environment variable that names a file of configurations, as :func:`write_configs` writes it."""
+
+SMALLEST_TILE = 16
+"""Of every side of a matrix product in Triton."""
+MOST_WARPS = 32
+"""1024 threads; AMD's warps of 64 reach that with 16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,15 +155,23 @@ def read_configs(path: str | Path) -> Table:
     """The entries of a file of configurations. Raises ValueError, with the entry, where it cannot be used."""
     try:
         read = json.loads(Path(path).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{CONFIG_FILE}={path} cannot be read: {error}.") from error
     entries = {}
-    for arch, kernels in read.items():
-        for kernel, classes in kernels.items():
-            for rows, options in classes.items():
+    for arch, kernels in _object(f"{path}", read, "architectures"):
+        if not re.fullmatch(r"sm_\d{2,3}|gfx[0-9a-f]{3,5}", arch):
+            raise ValueError(f"{path}: {arch!r} is no architecture: name it as sm_90 or gfx942.")
+        for kernel, classes in _object(f"{path}: {arch}", kernels, "kernels"):
+            for rows, options in _object(f"{path}: {arch} {kernel}", classes, "row classes"):
                 entries[arch, kernel, rows] = _checked(f"{path}: {arch} {kernel} {rows}", kernel, rows, options)
     _check_whole(path, entries)
     return entries
+
+
+def _object(where: str, value: Any, keys: str) -> Iterable[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {type(value).__name__}; give an object of {keys}.")
+    return value.items()
 
 
 def write_configs(path: str | Path, table: Table) -> None:
@@ -167,21 +182,29 @@ def write_configs(path: str | Path, table: Table) -> None:
     Path(path).write_text(json.dumps(nested, indent=1) + "\n")
 
 
-def _checked(where: str, kernel: str, rows: str, options: dict[str, int]) -> KernelConfig:
+def _checked(where: str, kernel: str, rows: str, options: Any) -> KernelConfig:
     if kernel not in KERNELS:
         raise ValueError(f"{where}: there is no such kernel: choose one of {', '.join(KERNELS)}.")
     if rows not in (SMALL, LARGE):
         raise ValueError(f"{where}: there is no such row class: choose {SMALL} or {LARGE}.")
+    options = dict(_object(where, options, "options"))
     known = {field.name for field in fields(KernelConfig)}
     needed = known - {"SPLIT", "GROUP_M"}
     if not needed <= options.keys() <= known:
         raise ValueError(f"{where} has {sorted(options)}; give {', '.join(sorted(needed))}, and SPLIT and GROUP_M if need be.")
     for name, value in options.items():
-        if not isinstance(value, int) or value < 1 or (name not in ("num_stages", "GROUP_M") and value & (value - 1)):
+        if type(value) is not int or value < 1 or (name not in ("num_stages", "GROUP_M") and value & (value - 1)):
             raise ValueError(f"{where}: {name}={value!r}; give a whole number of at least 1, tiles and warps as powers of two.")
     if options.get("SPLIT", 1) > 4:
         raise ValueError(f"{where}: SPLIT={options['SPLIT']}; the epilogue is cut into 1, 2 or 4 pieces.")
-    return KernelConfig(**options)
+    config = KernelConfig(**options)
+    if small := [name for name in ("BM", "BN", "BK") if getattr(config, name) < SMALLEST_TILE]:
+        raise ValueError(f"{where}: {small[0]}={options[small[0]]}; the kernels' products take at least {SMALLEST_TILE}.")
+    if config.BN // config.SPLIT < SMALLEST_TILE:
+        raise ValueError(f"{where}: BN={config.BN} in SPLIT={config.SPLIT} pieces; a piece needs {SMALLEST_TILE} columns.")
+    if config.num_warps > MOST_WARPS:
+        raise ValueError(f"{where}: num_warps={config.num_warps}; a program has at most {MOST_WARPS}.")
+    return config
 
 
 def _check_whole(path: str | Path, entries: Table) -> None:

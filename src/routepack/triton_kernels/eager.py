@@ -17,8 +17,10 @@ from torch import Tensor
 from routepack.triton_kernels.routing import Routing
 
 
-def _experts(routing: Routing) -> Iterator[tuple[int, slice, Tensor]]:
-    """Each expert that has rows, its sorted rows, and their slots."""
+def _experts(routing: Routing, x: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
+    """Each expert that has rows, its sorted rows, and their slots; none where x has no row to read."""
+    if x.shape[0] == 0:
+        return
     for expert, (start, end) in enumerate(pairwise(routing.offsets_E1.tolist())):
         if start < end:
             rows = slice(start, end)
@@ -38,6 +40,11 @@ def _take(x: Tensor, slots: Tensor, top_k: int) -> Tensor:
     return rows.masked_fill((slots < 0)[:, None], 0)
 
 
+def _score(scores_N: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """[rows, 1]: the scores of slots; zeros for a slot of -1, whatever the scores hold."""
+    return scores_N[slots.clamp(min=0)].to(dtype).masked_fill(slots < 0, 0)[:, None]
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
@@ -54,29 +61,32 @@ def forward(
     h = x.new_zeros((2, num_rows(x, routing) if save_h else 0, w1.shape[1]))
     wide = _wide(x.dtype)
     out_ND = x.new_zeros((x.shape[0] * routing.top_k, x.shape[1]), dtype=x.dtype if routing.top_k == 1 else wide)
-    for expert, rows, slots in _experts(routing):
+    for expert, rows, slots in _experts(routing, x):
         x_rows = _take(x, slots, routing.top_k)
         gate, up = x_rows @ w1[expert].T, x_rows @ w3[expert].T
         if save_h:
             h[0, rows], h[1, rows] = gate, up
         y = (F.silu(gate.to(wide)) * up.to(wide)).to(x.dtype) @ w2[expert].T
         if scores_N is not None:
-            y = y.to(wide) * scores_N[slots.clamp(min=0)].to(wide)[:, None]
+            y = y.to(wide) * _score(scores_N, slots, wide)
         out_ND[slots[slots >= 0]] = y[slots >= 0].to(out_ND.dtype)
     return out_ND.view(x.shape[0], routing.top_k, x.shape[1]).sum(dim=1).to(x.dtype), h
 
 
 def backward(
     dout: Tensor, x: Tensor, scores_N: Tensor | None, w1: Tensor, w3: Tensor, w2: Tensor, h: Tensor, routing: Routing,
-    *, sums: Sequence[Tensor] | None = None,
+    needs: Sequence[bool], *, sums: Sequence[Tensor] | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Gradients of x, scores [N] (wide), w1, w3, w2; the last three are *sums*, added to, where given."""
+    """Gradients of x, scores [N] (wide), w1, w3, w2, each None unless it *needs* to be known.
+
+    With *sums*, those of the weights are added to them, without being rounded to the dtype of x first, and not given.
+    """
     wide = _wide(x.dtype)
     top_k = routing.top_k
     dx_ND = x.new_zeros((x.shape[0] * top_k, x.shape[1]), dtype=wide)
     dscores_N = None if scores_N is None else scores_N.new_zeros(scores_N.shape, dtype=wide)
-    dw1, dw3, dw2 = sums or [torch.zeros_like(w) for w in (w1, w3, w2)]
-    for expert, rows, slots in _experts(routing):
+    dws = _targets((w1, w3, w2), needs[2:], sums)
+    for expert, rows, slots in _experts(routing, x):
         x_rows, dout_rows = _take(x, slots, top_k), _take(dout, slots, top_k)
         if h.shape[1]:
             gate, up = h[0, rows].to(wide), h[1, rows].to(wide)
@@ -88,12 +98,21 @@ def backward(
         dact = (dout_rows @ w2[expert]).to(wide)
         if scores_N is not None and dscores_N is not None:
             dscores_N[slots[slots >= 0]] = (dact * act).sum(dim=1)[slots >= 0]
-            score = scores_N[slots.clamp(min=0)].to(wide)[:, None]
+            score = _score(scores_N, slots, wide)
             dact, act = dact * score, act * score
         dgate = (dact * up * (sigmoid + silu * (1 - sigmoid))).to(x.dtype)
         dup = (dact * silu).to(x.dtype)
-        dx_ND[slots[slots >= 0]] = (dgate @ w1[expert] + dup @ w3[expert]).to(wide)[slots >= 0]
-        dw1[expert] += dgate.T @ x_rows
-        dw3[expert] += dup.T @ x_rows
-        dw2[expert] += dout_rows.T @ act.to(x.dtype)
-    return [dx_ND.view(x.shape[0], top_k, x.shape[1]).sum(dim=1).to(x.dtype), dscores_N, dw1, dw3, dw2]
+        if needs[0]:
+            dx_ND[slots[slots >= 0]] = (dgate @ w1[expert] + dup @ w3[expert]).to(wide)[slots >= 0]
+        for dw, a, b in zip(dws, (dgate, dup, dout_rows), (x_rows, x_rows, act.to(x.dtype)), strict=True):
+            if dw is not None:
+                dw[expert] += a.T @ b if sums is None else a.T.to(wide) @ b.to(wide)
+    dx = dx_ND.view(x.shape[0], top_k, x.shape[1]).sum(dim=1).to(x.dtype) if needs[0] else None
+    return [dx, dscores_N if needs[1] else None, *(dws if sums is None else (None, None, None))]
+
+
+def _targets(weights: Sequence[Tensor], needs: Sequence[bool], sums: Sequence[Tensor] | None) -> list[Tensor | None]:
+    """What each weight's gradient is added to; None where it is not needed."""
+    candidates = weights if sums is None else sums
+    wanted = [one if need else None for one, need in zip(candidates, needs, strict=True)]
+    return wanted if sums is not None else [None if w is None else torch.zeros_like(w) for w in wanted]

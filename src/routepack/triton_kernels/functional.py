@@ -8,8 +8,15 @@ import torch
 from torch import Tensor
 
 from routepack.triton_kernels import ops
-from routepack.triton_kernels.checks import check_choice, check_grouped, check_local, choose_implementation
-from routepack.triton_kernels.routing import offsets_of_counts
+from routepack.triton_kernels.checks import (
+    check_accumulators,
+    check_choice,
+    check_grouped,
+    check_local,
+    check_transforms,
+    choose_implementation,
+)
+from routepack.triton_kernels.routing import offsets_of_counts, signed
 
 
 def moe_experts(
@@ -35,8 +42,8 @@ def moe_experts(
     Args:
         x: [T, D], float32, bfloat16 or float16 (float64 too without Triton), of any strides.
         topk_ids: int [T, K]. An id outside of 0 .. E - 1 (use -1) marks a slot without an expert: it adds nothing and its
-            score gets no gradient. A token may name an expert twice.
-        topk_scores: float [T, K], of any dtype; differentiable.
+            score, whatever it is, gets no gradient. A token may name an expert twice.
+        topk_scores: float [T, K], of any dtype and strides (copied where they do not lie side by side); differentiable.
         w1: gate weights [E, F, D], of any strides, such as ``w13[:, :F]`` or ``w13.view(E, F, 2, D)[:, :, 0]``.
         w3: up weights [E, F, D].
         w2: down weights [E, D, F].
@@ -45,13 +52,15 @@ def moe_experts(
             (2 D + 4 K F bytes a token in 16 bits), ``"gate_up"`` only x (2 D bytes) for 2/9 more arithmetic in the layer.
         implementation: ``"auto"`` is Triton for tensors on a GPU and the loop over experts elsewhere; ``"triton"`` (on the
             CPU: with TRITON_INTERPRET=1 in the environment) or ``"eager"`` by name.
-        grad_accumulators: tensors shaped as (w1, w3, w2), fp32 as a rule, to which the backward pass adds the weights'
-            gradients; the weights' ``.grad`` then stays as it is.
+        grad_accumulators: three tensors shaped as (w1, w3, w2), fp32 as a rule, to which the backward pass adds the
+            gradients of those weights that require one; the weights' ``.grad`` then stays as it is.
         permute_first: whether to copy x into expert order first, for loads by TMA; None decides by size and architecture.
         tma: whether to load by tensor descriptors; None decides by architecture and strides.
 
     Raises:
         ValueError, TypeError: for shapes, dtypes, devices or options that do not fit, without waiting for the device.
+        NotImplementedError: under forward-mode derivatives and torch.func transforms that differentiate, and from a second
+            derivative's backward pass.
 
     >>> x, scores = torch.ones(2, 4), torch.tensor([[1.0], [2.0]])
     >>> w1 = w3 = torch.ones(3, 8, 4); w2 = torch.ones(3, 4, 8)
@@ -90,7 +99,8 @@ def grouped_experts(
     Args:
         rows: [R, D]. The first ``counts[0]`` are the first expert's, and so on, unless there is a *row_index*. Rows beyond
             ``counts.sum()`` come back as zeros, whatever they hold, and so do their gradients.
-        counts: int [E], on the device: rows of each expert. On a GPU a sum beyond R is cut to R; on the CPU it is an error.
+        counts: int [E], on the device: rows of each expert. On a GPU a sum beyond R is cut to R and a count below zero is
+            zero; on the CPU both are errors.
         row_index: int [M]; entry i, in expert order, names the row of *rows* that it stands for, so that rows sorted by rank
             need no permutation by expert before and after. No row twice; an entry outside of 0 .. R - 1 is skipped; rows
             that no entry below ``counts.sum()`` names come back as zeros.
@@ -111,6 +121,7 @@ def grouped_experts(
     offsets = offsets_of_counts(counts, num_rows)
     order = None
     if row_index is not None:
+        row_index = signed(row_index)
         named = (row_index >= 0) & (row_index < rows.shape[0])
         order = torch.where(named, row_index, -1).to(torch.int32)
     return _experts(
@@ -125,7 +136,10 @@ def _experts(
     recompute: str, implementation: str, permute_first: bool | None, tma: bool | None, accumulators: Sequence[Tensor] | None,
 ) -> Tensor:  # fmt: skip
     check_choice("recompute", recompute, ("none", "gate_up"))
+    if accumulators is not None:
+        check_accumulators(accumulators, (w1, w3, w2))
     differentiable = [tensor for tensor in (x, scores, w1, w3, w2) if tensor is not None]
+    check_transforms(differentiable)
     trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable)
     save_h = trains and recompute == "none"
     sums = (None, None, None) if accumulators is None else tuple(accumulators)
@@ -135,9 +149,10 @@ def _experts(
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """As torch.matmul under autocast: its operands in the autocast dtype."""
+    """As torch.matmul under autocast: its operands in the autocast dtype, unless they are float64 or no floats at all."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    # Autocast knows nothing of the meta device, and asking is an error.
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
-    return [tensor.to(dtype) for tensor in tensors]
+    return [tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor for tensor in tensors]

@@ -101,7 +101,12 @@ def described(tensor: Tensor, block: list[int], tma: bool) -> Any:
 
 def precision(tensor: Tensor) -> str:
     """fp32 products as torch computes them: in full, unless TF32 is allowed."""
-    return "tf32" if tensor.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    if tensor.dtype != torch.float32:
+        return "ieee"
+    # Reading allow_tf32 is an error where fp32_precision was set, which replaces it from torch 2.9 on.
+    wanted = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    is_tf32 = torch.backends.cuda.matmul.allow_tf32 if wanted is None else wanted == "tf32"
+    return "tf32" if is_tf32 else "ieee"
 
 
 def compile_options(config: KernelConfig, *names: str) -> dict[str, int]:
@@ -211,7 +216,7 @@ def forward(
     """Output, shaped as x, and h (see :func:`gate_up`). Scores are contiguous, one per slot."""
     schedule = schedule_of(x, routing, tma)
     if schedule.num_rows == 0 or x.shape[0] == 0:
-        return x.new_zeros(x.shape), x.new_empty((2, 0, w1.shape[1]))
+        return x.new_zeros(x.shape), x.new_zeros((2, schedule.num_rows if save_h else 0, w1.shape[1]))
     act, h = gate_up(x, w1, w3, schedule, save_h=save_h, permute_first=permute_first)
     row_scores = scores if routing.inverse_N is None else None
 

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routepack.triton_kernels.checks import IMPLEMENTATIONS, check_choice
+from routepack.triton_kernels.checks import IMPLEMENTATIONS, check_choice, check_leading, check_sizes
 from routepack.triton_kernels.functional import grouped_experts, moe_experts
+from routepack.triton_kernels.routing import signed
 
 
 class PermutedExperts(nn.Module):
     """The weights of E SwiGLU experts, by TorchTitan's names and in its layout.
 
-    ``experts(x, ids, scores)`` where all experts are here, ``experts.grouped(rows, counts)`` after a dispatch. Weights that
-    are DTensors (FSDP, expert parallelism) are taken by their local shard.
+    ``experts(x, ids, scores)`` where all experts are here, ``experts.grouped(rows, counts)`` after a dispatch. Of weights that
+    are DTensors the local shard is taken: under FSDP that is all of them, under expert parallelism those of the rank's experts,
+    for which only ``grouped`` has a meaning.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class PermutedExperts(nn.Module):
         super().__init__()
         check_choice("recompute", recompute, ("none", "gate_up"))
         check_choice("implementation", implementation, IMPLEMENTATIONS)
+        check_sizes(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts)
         self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
         self.recompute, self.implementation = recompute, implementation
         self.w1_EFD = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, device=device, dtype=dtype))
@@ -46,10 +49,22 @@ class PermutedExperts(nn.Module):
             nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
-        """As x [..., D]; ids and scores are [..., K]. See :func:`~routepack.triton_kernels.moe_experts`."""
+        """As x [..., D]; ids and scores are [..., K]. See :func:`~routepack.triton_kernels.moe_experts`.
+
+        Raises ValueError where only some of the experts are here: ids count all of them.
+        """
+        weights = self._weights()
+        if weights[0].shape[0] != self.num_experts:
+            raise ValueError(
+                f"{weights[0].shape[0]} of num_experts={self.num_experts} experts are on this rank, and ids name all of them: "
+                "bring the rows here and call .grouped(rows, counts)."
+            )
+        check_leading(x, self.dim, topk_ids)
+        if topk_scores.shape != topk_ids.shape:
+            raise ValueError(f"topk_scores is {list(topk_scores.shape)}; give one for each of topk_ids {list(topk_ids.shape)}.")
         flat_TD = x.reshape(-1, x.shape[-1])
         ids_TK, scores_TK = topk_ids.reshape(-1, topk_ids.shape[-1]), topk_scores.reshape(-1, topk_scores.shape[-1])
-        return moe_experts(flat_TD, ids_TK, scores_TK, *self._weights(), **self._options()).view(x.shape)
+        return moe_experts(flat_TD, ids_TK, scores_TK, *weights, **self._options()).view(x.shape)
 
     def grouped(
         self, rows: Tensor, counts: Tensor, *, row_index: Tensor | None = None, row_scores: Tensor | None = None
@@ -98,6 +113,7 @@ class PermutedMoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_sizes(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, top_k=top_k)
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k={top_k} must be between 1 and num_experts={num_experts}.")
         self.top_k, self.normalize_scores = top_k, normalize_scores
@@ -111,14 +127,17 @@ class PermutedMoE(nn.Module):
     def forward(self, x: Tensor, topk_ids: Tensor | None = None) -> Tensor:
         """As x [..., D]. *topk_ids* [..., K] replays a route: its scores still come from the router, which so keeps learning.
 
-        ``last_topk_ids`` holds the ids that were used.
+        ``last_topk_ids`` holds the ids that were used. Captured in a CUDA graph, it is the graph's own tensor: each replay
+        writes it anew, so copy it before the next.
         """
+        check_leading(x, self.experts.dim, topk_ids)
         probabilities = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
         if topk_ids is None:
             topk_ids = probabilities.topk(self.top_k, dim=-1).indices
-        # A slot without an expert (-1) has no score.
-        known = (topk_ids >= 0) & (topk_ids < probabilities.shape[-1])
-        scores = probabilities.gather(-1, torch.where(known, topk_ids, 0)) * known
+        ids = signed(topk_ids).long()
+        # A slot without an expert (-1) has no score. Chosen, not multiplied by zero: the token may be NaN.
+        known = (ids >= 0) & (ids < probabilities.shape[-1])
+        scores = torch.where(known, probabilities.gather(-1, torch.where(known, ids, 0)), 0.0)
         if self.normalize_scores:
             scores = scores / scores.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
         self.last_topk_ids = topk_ids

@@ -55,7 +55,7 @@ def experts(
 ) -> tuple[Tensor, Tensor]:
     """Output [T, D] and h [2, R, F]; the sums are for the backward pass, which adds the weights' gradients to them."""
     plan = Routing(offsets_E1=offsets, order_R=order, inverse_N=inverse, top_k=top_k)
-    flat = None if scores is None else scores.reshape(-1)
+    flat = _flat(scores)
     _announce(implementation, x)
     if implementation == "eager":
         return eager.forward(x, flat, w1, w3, w2, plan, save_h=save_h)
@@ -69,6 +69,11 @@ def experts(
 def _(x, scores, w1, w3, w2, offsets, order, inverse, top_k, save_h, *options):
     num_rows = x.shape[0] if order is None else order.shape[0]
     return x.new_empty(x.shape), x.new_empty((2, num_rows if save_h else 0, w1.shape[1]))
+
+
+def _flat(scores: Tensor | None) -> Tensor | None:
+    """One score for each slot, side by side: the kernels index them without a stride, and a reshape may keep one."""
+    return None if scores is None else scores.reshape(-1).contiguous()
 
 
 def _current(x: Tensor) -> AbstractContextManager[None]:
@@ -181,9 +186,9 @@ def _backward(
     dout: Tensor, x: Tensor, scores: Tensor | None, w1: Tensor, w3: Tensor, w2: Tensor, h: Tensor, plan: Routing,
     needs: Sequence[bool], implementation: str, permute_first: bool | None, tma: bool | None, sums: Sequence[Tensor] | None,
 ) -> list[Tensor | None]:  # fmt: skip
-    flat = None if scores is None else scores.reshape(-1)
+    flat = _flat(scores)
     if implementation == "eager":
-        return eager.backward(dout, x, flat, w1, w3, w2, h, plan, sums=sums)
+        return eager.backward(dout, x, flat, w1, w3, w2, h, plan, needs, sums=sums)
     from routepack.triton_kernels import launch_backward
 
     wanted = launch_backward.Needs(x=needs[0], scores=needs[1], w1=needs[2], w3=needs[3], w2=needs[4])
@@ -215,4 +220,12 @@ def _gradients(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Any, ..
     return (*(gradient if need else None for gradient, need in zip(gradients, needs, strict=True)), *(None,) * 11)
 
 
+def _refuse(ctx: Any, *_: Tensor | None) -> tuple[Any, ...]:
+    raise NotImplementedError(
+        "Second derivatives of the MoE layer are not supported: leave it out of what create_graph=True is differentiated for, "
+        "or use routepack.triton_kernels.reference."
+    )
+
+
 torch.library.register_autograd("routepack::experts", _gradients, setup_context=_setup)
+torch.library.register_autograd("routepack::experts_backward", _refuse)

@@ -41,7 +41,8 @@ def combine(
         row = tl.load(inverse + token * TOP_K + k).to(tl.int64)
         value = tl.load(y + row * stride_y_row + columns, mask=(columns < D) & (row < total), other=0.0).to(tl.float32)
         if SCALE:
-            value = value * tl.load(scores + token * TOP_K + k).to(tl.float32)
+            # The score of a slot without an expert may be NaN.
+            value = value * tl.load(scores + token * TOP_K + k, mask=row < total, other=0.0).to(tl.float32)
         acc += value
     tl.store(out + token * stride_out_row + columns, acc.to(out.dtype.element_ty), mask=columns < D)
 

@@ -30,6 +30,13 @@ class Routing:
         return self.offsets_E1.shape[0] - 1
 
 
+def signed(integers: Tensor) -> Tensor:
+    """The same numbers in int32 or int64: narrow types do not hold E, and torch hardly computes in unsigned ones."""
+    if integers.dtype in (torch.int32, torch.int64):
+        return integers
+    return integers.to(torch.int32 if integers.itemsize <= 2 else torch.int64)
+
+
 def route(topk_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Order (int32 [R]), inverse (int32 [N]) and offsets (int32 [E + 1]) of expert ids [T, K]; R = N = T K.
 
@@ -41,7 +48,7 @@ def route(topk_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
     """
     # Radix sort takes a pass per byte of the key.
     dtype = torch.int16 if num_experts < 2**15 else torch.int32
-    ids_N = topk_ids_TK.reshape(-1)
+    ids_N = signed(topk_ids_TK.reshape(-1))
     known_N = (ids_N >= 0) & (ids_N < num_experts)
     keys_N = torch.where(known_N, ids_N, num_experts).to(dtype)
     keys_R, order_R = torch.sort(keys_N, stable=True)
@@ -53,12 +60,14 @@ def route(topk_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def offsets_of_counts(counts_E: Tensor, num_rows: int) -> Tensor:
-    """int32 [E + 1] from rows per expert; never beyond *num_rows*, so that no kernel can leave the rows that exist.
+    """int32 [E + 1] from rows per expert, rising and never beyond *num_rows*, so that no kernel can leave the rows that exist.
+
+    A count below zero counts as zero.
 
     >>> offsets_of_counts(torch.tensor([2, 0, 3]), 6).tolist()
     [0, 2, 2, 5]
     """
-    ends_E = torch.cumsum(counts_E, dim=0).clamp(max=num_rows).to(torch.int32)
+    ends_E = torch.cumsum(signed(counts_E).clamp(min=0), dim=0).clamp(max=num_rows).to(torch.int32)
     return torch.cat([ends_E.new_zeros(1), ends_E])
 
 

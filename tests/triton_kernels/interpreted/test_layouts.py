@@ -55,6 +55,79 @@ def test_x_and_scores_with_strides_and_an_expanded_gradient():
     assert max(relative_errors(actual, wanted[:2])) < 1e-5
 
 
+SCORES = {
+    "column": lambda: torch.rand(20, 4)[:, 1:2],
+    "step": lambda: torch.rand(20, 8)[:, ::4],
+    "rows apart": lambda: torch.rand(40, 2)[::2],
+    "expanded token": lambda: torch.rand(1, 2).expand(20, 2),
+    "expanded number": lambda: torch.full((1, 1), 0.7).expand(20, 1),
+}
+
+
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+def test_scores_of_any_strides(scores):
+    scores = scores()
+    problem = random_problem(T=20, D=40, F=24, K=scores.shape[1], E=3)
+    strided = replace(problem, scores=scores.requires_grad_())
+    actual = outputs(strided, problem.w1, problem.w3, problem.w2, [strided.scores])
+    wanted = strided.reference()
+    assert max(relative_errors(actual, [wanted[0], wanted[2]])) < 1e-5
+
+
+def test_row_scores_that_are_a_column():
+    problem = random_problem(T=20, D=40, F=24, K=1, E=3).requiring_grad()
+    counts, scores = torch.tensor([9, 4, 7]), torch.rand(20, 2)[:, 0].requires_grad_()
+    weights = (problem.w1, problem.w3, problem.w2)
+    out = grouped_experts(problem.x, counts, *weights, row_scores=scores, implementation="triton")
+    wanted = reference.grouped_experts(problem.x, counts, *weights) * scores[:, None]
+    leaves = [problem.x, scores, *weights]
+    actual = [out, *torch.autograd.grad(out, leaves, problem.dout)]
+    assert max(relative_errors(actual, [wanted, *torch.autograd.grad(wanted, leaves, problem.dout)])) < 1e-5
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_slot_without_an_expert_may_have_any_score(value):
+    problem = random_problem(T=20, D=40, F=24, K=2, E=3, routing="skipped")
+    poisoned = replace(problem, scores=problem.scores.masked_fill(problem.ids < 0, value)).requiring_grad()
+    actual = outputs(poisoned, poisoned.w1, poisoned.w3, poisoned.w2, poisoned.inputs)
+    assert max(relative_errors(actual, problem.reference())) < 1e-5
+
+
+def test_a_row_that_no_one_asks_for_may_have_any_score():
+    problem = random_problem(T=6, D=40, F=24, K=1, E=2).requiring_grad()
+    scores = torch.tensor([float("nan"), 1.0, 0.5, 0.25, 2.0, 1.0]).requires_grad_()
+    weights = (problem.w1, problem.w3, problem.w2)
+    out = grouped_experts(
+        problem.x, torch.tensor([2, 1]), *weights,
+        row_index=torch.tensor([-1, 3, 4]), row_scores=scores, implementation="triton",
+    )  # fmt: skip
+    assert all(torch.isfinite(one).all() for one in [out, *torch.autograd.grad(out.sum(), [problem.x, scores, *weights])])
+
+
+def test_no_rows_but_an_index_of_none():
+    problem = random_problem(T=0, D=8, F=6, K=1, E=2).requiring_grad()
+    weights = (problem.w1, problem.w3, problem.w2)
+    index = torch.tensor([-1, -1])
+    out = grouped_experts(problem.x, torch.tensor([1, 1]), *weights, row_index=index, implementation="triton")
+    out.sum().backward()
+    assert all(torch.equal(w.grad, torch.zeros_like(w)) for w in weights)
+    offsets, order = torch.tensor([0, 1, 2], dtype=torch.int32), index.int()
+    operands = (problem.x, None, *weights, offsets, order, None, 1, True, "triton", *(None,) * 5)
+    assert torch.ops.routepack.experts(*operands)[1].shape == (2, 2, 6)
+
+
+@pytest.mark.parametrize(("wanted", "expected"), [("tf32", "tf32"), ("ieee", "ieee"), ("none", "ieee")])
+def test_fp32_products_as_torch_is_told(wanted, expected):
+    matmul = torch.backends.cuda.matmul
+    kept = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = wanted
+        assert launch.precision(torch.ones(1)) == expected
+        assert launch.precision(torch.ones(1).bfloat16()) == "ieee"
+    finally:
+        matmul.fp32_precision = kept
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("scored", [False, True])
 def test_rows_beyond_the_counts_are_zeros_whatever_they_hold(dtype, scored):
