@@ -229,7 +229,7 @@ def test_plans_with_links_are_repeatable(rerouter):
             "links.dim=0 must be a whole number",
         ),
         (lambda: WindowNormalizedLinks(across_share=-0.1), "links.across_share=-0.1 must lie between 0 and inf"),
-        (lambda: CostRates(expert=1.0, linear_I=[1.0], quadratic_I=[0.0], across=-1.0), "cost rate across=-1.0 must lie between 0 and inf"),
+        (lambda: CostRates(expert=1.0, linear_I=[1.0], quadratic_I=[0.0], across=-1.0), "across=-1.0 must lie between 0"),
         (lambda: HierarchicalRerouter(traffic_weight=-1.0), "rerouter.traffic_weight=-1.0 must be 0 or more"),
     ],
 )
