@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from routepack import distributed
 from routepack.errors import PlanError, RankLostError, TraceError
@@ -35,6 +37,30 @@ def test_a_lost_peer_is_named_with_what_was_going_on():
 def test_an_error_that_is_not_the_transports_passes():
     with pytest.raises(RuntimeError, match="shape"), distributed.together("experts moved"):
         raise RuntimeError("shape mismatch")
+
+
+COLLECTIVES = {
+    "meet": lambda: distributed.meet("ranks started"),
+    "agree": lambda: distributed.agree("ab" * 32, "plan"),
+    "from_rank": lambda: distributed.from_rank(0, lambda: 1, "plan"),
+    "from_all": lambda: distributed.from_all(1, "the layout"),
+    "sum_over_ranks": lambda: distributed.sum_over_ranks(torch.zeros(1)),
+    "max_over_ranks": lambda: distributed.max_over_ranks(torch.zeros(1)),
+    "gather_bytes": lambda: distributed.gather_bytes(b"demand"),
+    "exchange": lambda: distributed.exchange(torch.zeros(1), torch.zeros(1), [0, 1], [0, 1]),
+}
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_collective_names_a_lost_rank(collective, monkeypatch):
+    def lost(*_, **__):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(distributed, "num_ranks", lambda: 2)
+    for name in ("barrier", "all_reduce", "all_gather", "all_gather_object", "broadcast_object_list", "all_to_all_single"):
+        monkeypatch.setattr(dist, name, lost)
+    with pytest.raises(RankLostError, match="rank 0 lost another rank while"):
+        COLLECTIVES[collective]()
 
 
 UNENDING = """

@@ -181,17 +181,27 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def max_over_ranks(values: Tensor) -> Tensor:
+    """The greatest of *values* over all ranks, each for itself, in place."""
+    if num_ranks() > 1:
+        with together("figures were compared"):
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values
+
+
 def gather_bytes(payload: bytes, *, device: torch.device | str = "cpu") -> list[bytes]:
     """Every rank's *payload*, by rank, on every rank; payloads may differ in size. They travel as bytes on *device*."""
     if num_ranks() == 1:
         return [payload]
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_ranks())]
-    dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64, device=device))
+    with together("bytes were gathered"):
+        dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64, device=device))
     longest = max(int(size) for size in sizes)
     # Collectives want equal sizes; the ranks' windows are about equal, so little is padded.
     mine = torch.frombuffer(bytearray(payload.ljust(max(longest, 1), b"\0")), dtype=torch.uint8).to(device)
     everyone = [torch.empty_like(mine) for _ in range(num_ranks())]
-    dist.all_gather(everyone, mine)
+    with together("bytes were gathered"):
+        dist.all_gather(everyone, mine)
     return [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(everyone, sizes, strict=True)]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from routepack import distributed
@@ -134,8 +133,5 @@ def _summed(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def _slowest(seconds: float) -> float:
-    if distributed.num_ranks() == 1:
-        return seconds
     value = torch.tensor([seconds], dtype=torch.float64, device=distributed.backend_device())
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return float(value)
+    return float(distributed.max_over_ranks(value))
