@@ -1,4 +1,5 @@
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -63,6 +64,42 @@ def test_the_objective_is_the_evaluated_value(sync):
     )
     scale = float(made.expert) / rates.expert
     assert [figure / scale for figure in made.objective()] == pytest.approx(evaluation.key)
+
+
+def of_many_groups():
+    """As many groups as are evened out in pairs."""
+    made = layout(sequences=240, microbatches=2, groups=anneal.MANY_GROUPS, width=1)
+    assert made.groups_apart
+    return made
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_evening_groups_out_keeps_exact_figures_and_lowers_the_fullest(threads):
+    made = of_many_groups()
+    peaks = [int(made.cost_G().max())]
+    with ThreadPoolExecutor(threads) as pool:
+        for turn in range(5):
+            before = made.cost_G()
+            anneal._even_groups(made, pool, 20_000, np.random.default_rng(turn))
+            peaks.append(int(made.cost_G().max()))
+            touched = np.flatnonzero(made.cost_G() != before)
+            order = np.argsort(before, kind="stable")
+            assert set(touched) <= {*order[:2], *order[-2:]}
+    kept = figures(made)
+    made.restore(made.cell_of_S)
+    for name, value in figures(made).items():
+        assert np.array_equal(kept[name], value), name
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < peaks[0]
+
+
+def test_many_groups_give_the_same_packing_on_any_number_of_threads():
+    packed = []
+    for threads in (1, 2, 5):
+        made = of_many_groups()
+        anneal.anneal(made, anneal.Schedule(num_proposals=60_000, threads=threads, temperatures=(0.0, 0.0)), seed=3)
+        packed.append(made.packed().tolist())
+    assert packed[0] == packed[1] == packed[2]
 
 
 def test_group_costs_kept_up_by_the_kernel_equal_a_recomputation_exactly():
