@@ -149,7 +149,7 @@ def dealt(search: Search, candidate: Candidate, load_SRL: np.ndarray) -> Iterato
         data_parallel_degree=packing.data_parallel_degree,
     )
     # A unit that changes groups takes its ranks' numbers of sequences along, which the packer may have rules about.
-    if search.keeps_counts(packing):
+    if search.keeps_counts(packing.cell_of_S):
         yield search.priced(candidate.placement, packing, load_SRL)
 
 

@@ -58,7 +58,7 @@ def _seated(search: Search, placement: ExpertPlacement, packing: Packing) -> Pac
     group, demand = group_of(search.topology), search.demand
     rows_Sn = nodes.node_rows(search.load_of(placement), group.num_nodes)
     cell_of_S = nodes.seat_cells(rows_Sn, packing.cell_of_S, packing.num_cells, group)
-    if not search.packer.rules.counts_allowed(cell_of_S, search.topology.data_parallel_degree):
+    if not search.keeps_counts(cell_of_S):
         cell_of_S = packing.cell_of_S
     cell_of_S = nodes.swap_sequences(
         rows_Sn,

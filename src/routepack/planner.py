@@ -202,11 +202,11 @@ class Search:
 
     def allowed(self, candidate: Candidate) -> bool:
         """Whether the ranks' numbers of sequences are as the packer's rules want them."""
-        return self.keeps_counts(candidate.packing)
+        return self.keeps_counts(candidate.packing.cell_of_S)
 
-    def keeps_counts(self, packing: Packing) -> bool:
-        """The same of a packing alone."""
-        return self.packer.rules.counts_allowed(packing.cell_of_S, self.topology.data_parallel_degree)
+    def keeps_counts(self, cell_of_S: np.ndarray) -> bool:
+        """The same of sequences' cells alone."""
+        return self.packer.rules.counts_allowed(cell_of_S, self.topology.data_parallel_degree)
 
     def legal(self) -> Iterator[Candidate]:
         """Where the packer has a rule on the ranks' numbers of sequences: what it certified, which keeps that in any case."""

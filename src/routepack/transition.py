@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from routepack import alternation
 from routepack.communication import nodes_per_group
 from routepack.components.move_policy import MoveChoice, moved_between
-from routepack.cost import num_packed_groups, ranks_per_group
 from routepack.errors import PlanError
 from routepack.types import ExpertPlacement, Packing
 
@@ -70,12 +70,10 @@ def _refined(search: Search, previous: ExpertPlacement, packing: Packing) -> Can
     """The previous placement after the rerouter's swaps for this packing: most of the gain for few of the moves."""
     from routepack.solvers.placement import keep_in_place
 
-    unit_of_S = packing.cell_of_S // ranks_per_group(search.topology)
-    joined = num_packed_groups(search.topology) if search.planner.sync == "layer" else 1
-    refined = search.rerouter.refine_placement(previous, search.demand, unit_of_S, search.topology, joined_units=joined)
+    moved = alternation.refined(search, previous, packing)
     ranks = search.topology.expert_parallel_degree
     # Every rank a node of its own: none is renumbered, and who stays keeps his slot.
-    slots_LP = keep_in_place(refined.physical_to_logical_LP, previous.physical_to_logical_LP, ranks, num_nodes=ranks)
+    slots_LP = keep_in_place(moved.physical_to_logical_LP, previous.physical_to_logical_LP, ranks, num_nodes=ranks)
     placement = ExpertPlacement(physical_to_logical_LP=slots_LP)
     return search.priced(placement, packing, search.load_of(placement))
 
