@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from routepack.checks import whole
 from routepack.components.collector import RoutingDemandCollector
 from routepack.errors import ConfigError, TraceError
+from routepack.recorded import MOST_EXPERTS
 from routepack.types import RolloutBatch, id_dtype
 
 ChosenIds = Callable[[Any, int], Tensor]
@@ -107,7 +108,7 @@ class LiveRoutes:
         max_bytes: int = 2**30,
         ids_of: ChosenIds = ids_in_output,
     ) -> None:
-        self.num_experts = whole("num_experts", num_experts, least=1, most=2**20)
+        self.num_experts = whole("num_experts", num_experts, least=1, most=MOST_EXPERTS)
         self.top_k = whole("top_k", top_k, least=1, most=self.num_experts)
         self.max_bytes = whole("max_bytes", max_bytes, least=1)
         self._ids_of = ids_of
