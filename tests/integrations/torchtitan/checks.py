@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from routepack import distributed, materialize
 from routepack.components.packer import AttentionAwarePacker
 from routepack.errors import PlanError, RoutePackError
-from routepack.integrations.torchtitan import initialization, model, moves, overrides
+from routepack.integrations.torchtitan import initialization, invariance, model, moves, overrides
 from routepack.integrations.torchtitan import settings as settings_module
 from routepack.integrations.torchtitan.experts import TritonExperts
 from routepack.integrations.torchtitan.launch import build_experiment, load
@@ -338,14 +338,8 @@ def local_log_probabilities(trainer: RoutePackTrainer, batch: RolloutBatch) -> n
 
 
 @check
-def moves_every_step(
-    ep: int, num_steps: int = 20, fault: str = "", sums_in_rank_order: bool = False, **changes: Any
-) -> dict[str, Any]:
+def moves_every_step(ep: int, num_steps: int = 20, fault: str = "", **changes: Any) -> dict[str, Any]:
     """Twenty steps with all experts moved before each, and without any move, else the same: tensors that differ at the end."""
-    if sums_in_rank_order:
-        with pytest.MonkeyPatch.context() as ordered:
-            ordered.setattr(dist, "reduce_scatter_tensor", reduce_scatter_in_rank_order)
-            return moves_every_step(ep, num_steps, fault, **changes)
     tiny = {name: changes.pop(name) for name in ("num_experts", "top_k", "num_layers") if name in changes}
     changes = {"max_norm": 1e9, **changes}
     with pytest.MonkeyPatch.context() as broken:
@@ -364,24 +358,38 @@ def moves_every_step(
         "apart": apart,
         "largest": max(apart.values(), default=0.0),
         "losses": [still["losses"], moved["losses"]],
+        "norms": still["norms"],
         "moved": moved["moved"],
         "num_tensors": len(moved["tensors"]),
         "placements": still["placements"],
     }
 
 
-def reduce_scatter_in_rank_order(
-    output: torch.Tensor, input: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> None:
-    """A sum that adds rank 0's first wherever an element lies; gloo's ring starts at a rank that depends on that."""
-    parts = [torch.empty_like(input) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, input.contiguous(), group=group)
-    output.copy_(torch.stack(parts).sum(0).chunk(len(parts))[dist.get_rank(group)].view_as(output))
+@check
+def clips(ep: int, **changes: Any) -> dict[str, list[float]]:
+    """The norms of the same gradients at twelve placements, as ordered sums and as TorchTitan give them."""
+    from torchtitan.distributed.utils import clip_grad_norm_
+
+    trainer = build_trainer(ep, **changes)
+    norms: dict[str, list[float]] = {"ordered": [], "torchtitan": [], "clipped": []}
+    for seed in range(12):
+        trainer.move_experts(windows.random_placement(seed))
+        random, slots = torch.Generator().manual_seed(3), trainer.logical_of_parameter()
+        for name, parameter in trainer._named_parameters():
+            full = torch.randn(parameter.shape, generator=random)
+            parameter.grad = torch.zeros_like(parameter)
+            moves.take_shard(parameter.grad, full[torch.from_numpy(slots[name])] if name in slots else full)
+        parameters = list(trainer.model.parameters())
+        theirs = clip_grad_norm_(parameters, np.inf, foreach=True, ep_enabled=trainer.parallel_dims.ep_enabled)
+        norms["torchtitan"].append(float(theirs))
+        norms["ordered"].append(float(invariance.clip(trainer.model, 2.0)))
+        norms["clipped"].append(float(invariance.clip(trainer.model, np.inf)))
+    return norms
 
 
 def trained(trainer: RoutePackTrainer, num_steps: int, tiny: dict[str, int], *, moving: bool) -> dict[str, Any]:
     num_experts, top_k = tiny.get("num_experts", windows.NUM_EXPERTS), tiny.get("top_k", windows.TOP_K)
-    losses, moved = [], 0
+    losses, norms, moved = [], [], 0
     for step in range(num_steps):
         batch = windows.window(step, num_experts=num_experts, top_k=top_k)
         plan = windows.shuffled_plan(batch, topology_of(trainer), step)
@@ -389,9 +397,10 @@ def trained(trainer: RoutePackTrainer, num_steps: int, tiny: dict[str, int], *, 
             plan = replace(plan, placement=ExpertPlacement.identity(batch.num_layers, num_experts))
         figures = trainer.update(batch, plan, loss_of_step(step))
         losses.append(figures["loss"])
+        norms.append(figures["grad_norm"])
         moved += figures["experts_moved"]
     placements = sorted({str(parameter.placements) for parameter in parameters_of_experts(trainer)})
-    return {"tensors": everything(trainer), "losses": losses, "moved": moved, "placements": placements}
+    return {"tensors": everything(trainer), "losses": losses, "norms": norms, "moved": moved, "placements": placements}
 
 
 @check

@@ -102,7 +102,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("replays selective", "replays", {"ep": 1, "activation_checkpoint": "selective"}),
         ("replays full", "replays", {"ep": 1, "activation_checkpoint": "full"}),
         ("log_probabilities", "gives_log_probabilities", {"ep": 1}),
-        ("moves every step", "moves_every_step", {"ep": 1}),
+        ("moves every step", "moves_every_step", {"ep": 1, **INVARIANT}),
         ("stock experts", "trains_stock_experts_in_float32", {"ep": 1, "plans": "first_fit"}),
         trains_with(TRITON, 1, "first_fit"),
         trains_with(RECOMPUTING, 1, "first_fit"),
@@ -133,6 +133,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("refuses", "refuses", {"ep": 2}),
         ("moves every step", "moves_every_step", {"ep": 2}),
         ("moves further state", "moves_further_state", {"ep": 2}),
+        ("clips", "clips", {"ep": 2}),
         ("stages little", "stages_little", {"ep": 2, "staging_bytes": 2**16}),
         ("draws", "draws_one_at_a_time", {"ep": 2}),
         *saved_and_loaded(folder / "checkpoints", {"ep": 2}, again={"ep": 2}, alone={"ep": 1}),
@@ -207,21 +208,61 @@ def slow_pair_faulty(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return launch(saved_and_loaded(folder / "slots", {"ep": 2, "fault": "slots"}, again={"ep": 2}), 2, folder)
 
 
+INVARIANT = {"placement_invariant": True, "top_k": 4, "max_norm": 0.05}
+"""Sums in an order of their own, where every one of them would otherwise go by slots: gradients are clipped at every step."""
+
+
+def moves_every_step(layouts: dict[str, dict[str, Any]]) -> list[Check]:
+    return [(f"moves every step {name}", "moves_every_step", layout) for name, layout in layouts.items()]
+
+
+@pytest.fixture(scope="session")
+def slow_pair_invariant(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Two ranks that sum in recorded order."""
+    layouts = {
+        "ep=1": {"ep": 1, **INVARIANT},
+        "ep=2": {"ep": 2, **INVARIANT},
+        "in bfloat16": {"ep": 2, **INVARIANT, "storage_dtype": "bfloat16"},
+        "computes in bfloat16": {"ep": 2, **INVARIANT, "param_dtype": "bfloat16"},
+        "recomputes": {"ep": 2, **INVARIANT, "activation_checkpoint": "full"},
+        "gathers once": {"ep": 2, **INVARIANT, "gather": "step"},
+    }
+    return launch(moves_every_step(layouts), 2, tmp_path_factory.mktemp("slow_pair_invariant"), timeout=500)
+
+
+@pytest.fixture(scope="session")
+def slow_quad_invariant(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Four ranks that sum in recorded order, a move at every step, in every layout."""
+    hsdp = {"data_parallel_replicate_degree": 2}
+    layouts = {
+        "ep=1": {"ep": 1, **INVARIANT},
+        "ep=2": {"ep": 2, **INVARIANT},
+        "ep=4": {"ep": 4, **INVARIANT},
+        "replicated": {"ep": 2, **INVARIANT, **hsdp},
+        "replicated ep=1": {"ep": 1, **INVARIANT, **hsdp},
+        "inside experts": {"ep": 2, **INVARIANT, "num_experts": 2, "top_k": 1},
+        "inside experts ep=1": {"ep": 1, **INVARIANT, "num_experts": 3, "top_k": 3},
+        "uneven shards": {"ep": 1, **INVARIANT, "num_experts": 6},
+    }
+    return launch(moves_every_step(layouts), 4, tmp_path_factory.mktemp("slow_quad_invariant"), timeout=500)
+
+
 @pytest.fixture(scope="session")
 def slow_quad_moving(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Four ranks, a move at every step, in every layout."""
+    """Four ranks that sum as TorchTitan and gloo do."""
     layouts = {
-        "ep=1": {"ep": 1, "sums_in_rank_order": True},
-        "ep=1, sums by gloo": {"ep": 1},
+        "ep=1": {"ep": 1},
         "ep=2": {"ep": 2},
         "ep=4": {"ep": 4},
         "replicated": {"ep": 2, "data_parallel_replicate_degree": 2},
-        "replicated ep=1": {"ep": 1, "data_parallel_replicate_degree": 2},
-        "inside experts": {"ep": 2, "num_experts": 2, "top_k": 1},
-        "inside experts ep=1": {"ep": 1, "num_experts": 3},
     }
-    checks = [(f"moves every step {name}", "moves_every_step", layout) for name, layout in layouts.items()]
-    return launch(checks, 4, tmp_path_factory.mktemp("slow_quad_moving"), timeout=500)
+    hsdp = {"data_parallel_replicate_degree": 2}
+    clipping = [
+        ("clips", "clips", {"ep": 2}),
+        ("clips ep=1", "clips", {"ep": 1}),
+        ("clips replicated", "clips", {"ep": 2, **hsdp}),
+    ]
+    return launch(moves_every_step(layouts) + clipping, 4, tmp_path_factory.mktemp("slow_quad_moving"), timeout=500)
 
 
 @pytest.fixture(scope="session")

@@ -83,16 +83,27 @@ MOVING = [
             ("slow_pair", " ep=1"),
             ("slow_pair", " in bfloat16"),
             ("slow_pair", ", computes in bfloat16"),
-            ("slow_quad_moving", " ep=1"),
             ("slow_quad_moving", " ep=2"),
             ("slow_quad_moving", " ep=4"),
             ("slow_quad_moving", " replicated"),
-            ("slow_quad_moving", " replicated ep=1"),
-            ("slow_quad_moving", " inside experts"),
-            ("slow_quad_moving", " inside experts ep=1"),
+            ("slow_pair_invariant", " ep=1"),
+            ("slow_pair_invariant", " ep=2"),
+            ("slow_pair_invariant", " in bfloat16"),
+            ("slow_pair_invariant", " computes in bfloat16"),
+            ("slow_pair_invariant", " recomputes"),
+            ("slow_pair_invariant", " gathers once"),
+            ("slow_quad_invariant", " ep=1"),
+            ("slow_quad_invariant", " ep=2"),
+            ("slow_quad_invariant", " ep=4"),
+            ("slow_quad_invariant", " replicated"),
+            ("slow_quad_invariant", " replicated ep=1"),
+            ("slow_quad_invariant", " inside experts"),
+            ("slow_quad_invariant", " inside experts ep=1"),
+            ("slow_quad_invariant", " uneven shards"),
         )
     ),
 ]
+"""As TorchTitan sums where two ranks and two experts a token add up alike; with ``placement_invariant`` everywhere."""
 
 
 @pytest.mark.parametrize("layout", MOVING)
@@ -103,12 +114,30 @@ def test_twenty_steps_with_a_move_at_each_end_at_the_same_bits_as_without(reques
         assert run["num_tensors"] == 129  # every parameter and both of its moments
         assert run["apart"] == {}
         assert run["losses"][0] == run["losses"][1]
+        assert "invariant" not in ranks or min(run["norms"]) > 0.05  # what gradients were clipped to
 
 
 @pytest.mark.slow
 def test_sums_over_four_shards_depend_on_where_an_expert_lies_by_rounding(slow_quad_moving):
     # FSDP alone over four ranks: gloo adds the ranks' gradients in an order that depends on the place in the buffer.
-    assert slow_quad_moving[0]["moves every step ep=1, sums by gloo"]["largest"] < 1e-5
+    assert 0 < slow_quad_moving[0]["moves every step ep=1"]["largest"] < 1e-5
+
+
+CLIPPED = [
+    ("pair", "clips"),
+    *(pytest.param(("slow_quad_moving", f"clips{layout}"), marks=pytest.mark.slow) for layout in ("", " ep=1", " replicated")),
+]
+
+
+@pytest.mark.parametrize("layout", CLIPPED)
+def test_a_norm_in_logical_order_has_the_same_bits_wherever_experts_are_and_torchtitans_has_not(request, layout):
+    ranks, key = layout
+    for result in request.getfixturevalue(ranks):
+        norms = result[key]
+        assert len(set(norms["ordered"])) == 1
+        assert len(set(norms["torchtitan"])) > 1
+        assert norms["ordered"] == pytest.approx(norms["torchtitan"], rel=1e-6)
+        assert norms["clipped"] == pytest.approx([2.0] * 12, rel=1e-5)
 
 
 @pytest.mark.slow

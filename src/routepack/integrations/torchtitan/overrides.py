@@ -3,7 +3,8 @@
 ``replay_router`` forces recorded expert ids and records them; ``placed_experts`` sends tokens to the slots of an
 expert placement; ``document_attention`` is variable-length attention on the CPU. TorchTitan refuses nested overrides, so
 ``placed_experts`` also exchanges the expert computation: give it the import path of a ``GroupedExperts`` subclass.
-Letters as in TorchTitan: B batch, L tokens of a row, K top-k, E experts, D model dim, F hidden dim, R rows at local experts.
+Letters as in TorchTitan: B batch, L tokens of a row, K top-k, N = L K, E experts, D model dim, F hidden dim, R rows at local
+experts.
 """
 
 from __future__ import annotations
@@ -109,6 +110,17 @@ class PlacedRoutedExperts(RoutedExperts):
         self.logical_to_physical_E: Tensor | None = None
         self.physical_to_logical_P: Tensor | None = None
         self.last_tokens_per_expert_E: Tensor | None = None
+        self._adds_in_recorded_order = False
+
+    def add_in_recorded_order(self) -> None:
+        """From now on a token's experts are added as they stand among its ids, not by slot. Two add up alike either way."""
+        if not self._sorts_only():
+            kind = type(self.token_dispatcher).__name__
+            raise ConfigError(
+                f"trainer.placement_invariant=true needs TorchTitan's standard dispatcher: {kind} adds experts itself."
+            )
+        if self.token_dispatcher.top_k > 2:
+            self._adds_in_recorded_order, self.token_dispatcher.top_k = True, 1
 
     def set_placement(self, physical_to_logical_P: Tensor) -> None:
         """From now on expert ``physical_to_logical_P[p]`` is computed with the weights in slot p (int64 [P])."""
@@ -131,13 +143,20 @@ class PlacedRoutedExperts(RoutedExperts):
         if isinstance(self.inner_experts, TokenExperts) and self._all_experts_are_here():
             flat = (tensor.flatten(0, 1) for tensor in (x_BLD, topk_scores_BLK, topk_expert_ids_BLK))
             return self.inner_experts.forward_tokens(*flat).view(x_BLD.shape)
-        return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
+        if not self._adds_in_recorded_order:
+            return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
+        # Each choice of a token goes to its expert and comes back as a token of its own.
+        x_BND = x_BLD.unsqueeze(2).expand(-1, -1, topk_expert_ids_BLK.shape[-1], -1).flatten(1, 2)
+        scores_BN1, ids_BN1 = (chosen.flatten(1, 2).unsqueeze(-1) for chosen in (topk_scores_BLK, topk_expert_ids_BLK))
+        out_BND = super().forward(x_BND, scores_BN1, ids_BN1, num_local_tokens_per_expert_E)
+        return out_BND.view(*topk_expert_ids_BLK.shape, -1).sum(dim=2)
 
     def _all_experts_are_here(self) -> bool:
+        return self._sorts_only() and getattr(self.token_dispatcher, "ep_mesh", None) is None
+
+    def _sorts_only(self) -> bool:
         # Other dispatchers may do more than sort, pad or drop, say: those keep their own way.
-        dispatcher = self.token_dispatcher
-        is_plain = type(dispatcher) in (LocalTokenDispatcher, AllToAllTokenDispatcher)
-        return is_plain and getattr(dispatcher, "ep_mesh", None) is None
+        return type(self.token_dispatcher) in (LocalTokenDispatcher, AllToAllTokenDispatcher)
 
 
 class LoopExperts(GroupedExperts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torchtitan.tools import filesystem
 from routepack.checks import real, whole
 from routepack.errors import ConfigError
 from routepack.integrations.torchtitan.checkpoint import PlacedCheckpointManager
+from routepack.integrations.torchtitan.invariance import make_invariant
 from routepack.integrations.torchtitan.model import TrainedModel, num_experts_of
 from routepack.integrations.torchtitan.moves import STAGING_BYTES
 
@@ -74,6 +76,8 @@ class TrainerSettings:
     """Of the initial parameters; the same parameters whatever the parallel degrees."""
     deterministic: bool = False
     """Use deterministic algorithms only, or fail."""
+    placement_invariant: bool = False
+    """Add in an order that does not depend on where experts are: a run with moves has the bits of one without."""
     dump_folder: str = "outputs"
     """Where TensorBoard files and checkpoints go."""
     enable_tensorboard: bool = False
@@ -108,6 +112,11 @@ class TrainerSettings:
         for name in ("param_dtype", "storage_dtype"):
             if getattr(self, name) not in ("float32", "bfloat16"):
                 raise ConfigError(f"trainer.{name}={getattr(self, name)!r} is unknown: choose float32 or bfloat16.")
+        if self.placement_invariant and self.data_parallel_replicate_degree > 2:
+            raise ConfigError(
+                f"trainer.placement_invariant=true cannot order the sum over data_parallel_replicate_degree="
+                f"{self.data_parallel_replicate_degree} replicas, which FSDP hands to the transport: use 2 or 1."
+            )
         if self.checkpoint_interval < 0:
             raise ConfigError(f"trainer.checkpoint_interval={self.checkpoint_interval} must be at least 0, which is never.")
         if self.checkpoints_kept < 0 or self.checkpoints_kept == 1:
@@ -216,6 +225,8 @@ class StepMetrics(MetricsProcessor):
 def config_fields(model: TrainedModel, settings: TrainerSettings) -> dict[str, Any]:
     """The fields of a TorchTitan ``Trainer.Config``; raises ConfigError where they do not fit the ranks that were started."""
     spec = model.model_spec()
+    if settings.placement_invariant:
+        make_invariant(spec, max_norm=settings.max_norm)
     shard_degree = settings.shard_degree(int(os.environ.get("WORLD_SIZE", "1")), num_experts_of(spec))
     recompute = _RECOMPUTE[settings.activation_checkpoint]
     return {
@@ -246,7 +257,8 @@ def _training(settings: TrainerSettings, spec: ModelSpec) -> TrainingConfig:
     return TrainingConfig(
         local_batch_size=1,
         seq_len=cast(Decoder.Config, spec.model).max_seq_len,
-        max_norm=settings.max_norm,
+        # Where sums are ordered the gradients are clipped just before the step.
+        max_norm=math.inf if settings.placement_invariant else settings.max_norm,
         steps=settings.num_steps,
         disable_cuda_graphs=True,
         dtype=settings.storage_dtype,
