@@ -230,7 +230,7 @@ def test_plans_with_links_are_repeatable(rerouter):
         ),
         (lambda: WindowNormalizedLinks(across_share=-0.1), "links.across_share=-0.1 must lie between 0 and inf"),
         (lambda: CostRates(expert=1.0, linear_I=[1.0], quadratic_I=[0.0], across=-1.0), "across=-1.0 must lie between 0"),
-        (lambda: HierarchicalRerouter(traffic_weight=-1.0), "rerouter.traffic_weight=-1.0 must be 0 or more"),
+        (lambda: HierarchicalRerouter(traffic_weight=-1.0), "rerouter.traffic_weight=-1.0 must lie between 0 and inf"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(make, message):

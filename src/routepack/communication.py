@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -103,8 +104,9 @@ class LinkSpeeds(Links):
         for name in ("dim", "traversals"):
             whole(f"links.{name}", getattr(self, name), least=1)
         for name in ("inside_bytes_per_second", "across_bytes_per_second", "bytes_per_element"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"links.{name}={getattr(self, name)!r} must be above 0.")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
+                raise ConfigError(f"links.{name}={value!r} must be a number above 0; inf: free.")
 
     @property
     def bytes_per_row(self) -> float:

@@ -18,6 +18,7 @@ from routepack import distributed, materialize
 from routepack.arrays import checked_array, digest_of
 from routepack.components.collector import RoutingDemandCollector
 from routepack.errors import PlanError, RoutePackError, TraceError
+from routepack.gathering import collect_demand
 from routepack.materialize import Microbatch
 from routepack.types import Plan, RolloutBatch, RoutingDemand
 
@@ -45,25 +46,11 @@ class HeldSequences:
 def gathered_demand(held: HeldSequences, collector: RoutingDemandCollector) -> RoutingDemand:
     """The demand of the whole window, on every rank, from what each counts of its own. Collective.
 
-    Only counts travel. Every rank holds at least one sequence. Raises PlanError where numbers are missing or held twice.
+    Only counts travel. Raises TraceError where numbers are missing or held twice, and as
+    :func:`routepack.gathering.collect_demand`.
     """
-    own = collector.collect(held.batch)
-    parts = distributed.from_all((held.sequences_S, own), "demand")
-    numbers = np.concatenate([sequences for sequences, _ in parts])
-    if not np.array_equal(np.sort(numbers), np.arange(len(numbers))):
-        raise PlanError(f"the ranks' {len(numbers)} sequences must be numbered 0 .. {len(numbers) - 1}, each held by one rank.")
-    order, demands = np.argsort(numbers), [demand for _, demand in parts]
-    optional: dict[str, Any] = {
-        name: None if getattr(own, name) is None else np.concatenate([getattr(demand, name) for demand in demands])[order]
-        for name in (*BY_SEQUENCE, "estimated_S")
-    }
-    return replace(
-        own,
-        tokens_SLE=np.concatenate([demand.tokens_SLE.astype(np.int32) for demand in demands])[order],
-        length_S=np.concatenate([demand.length_S for demand in demands])[order],
-        num_masked_rows=sum(demand.num_masked_rows for demand in demands),
-        **optional,
-    )
+    numbers = held.sequences_S
+    return collect_demand(collector, held.batch, positions_S=numbers, device=distributed.backend_device())
 
 
 def to_planned_ranks(held: HeldSequences, plan: Plan) -> HeldSequences:

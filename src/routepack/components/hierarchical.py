@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from routepack.checks import real
 from routepack.communication import nodes_per_group
 from routepack.components.rerouter import ExpertRerouter
 from routepack.cost import CostRates, num_packed_groups, ranks_per_group
-from routepack.errors import ConfigError
 from routepack.types import ExpertPlacement, Packing, RoutingDemand, Sync, Topology
 
 LEAN = 4.0
@@ -29,8 +29,7 @@ class HierarchicalRerouter(ExpertRerouter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.traffic_weight < float("inf"):
-            raise ConfigError(f"rerouter.traffic_weight={self.traffic_weight!r} must be 0 or more.")
+        real("rerouter.traffic_weight", self.traffic_weight, least=0.0)
 
     def assign_on(self, tokens_LE: np.ndarray, topology: Topology) -> np.ndarray:
         """LPT with equal counts and best-pair swaps, over nodes and then inside each."""

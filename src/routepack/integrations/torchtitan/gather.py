@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from routepack.distributed import num_ranks
+from routepack.distributed import gather_bytes
 from routepack.integrations.torchtitan.rollout import Rollout
 
 
@@ -15,20 +14,8 @@ def gather_rows(rows: np.ndarray, *, device: torch.device | str = "cpu") -> np.n
 
     Rows travel as bytes, so every dtype survives.
     """
-    if num_ranks() == 1:
-        return rows
-    flat = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1).view(np.uint8)).to(device)
-    size = torch.tensor([flat.numel()], device=device)
-    sizes = [torch.empty_like(size) for _ in range(num_ranks())]
-    dist.all_gather(sizes, size)
-    # gloo gathers equal sizes only.
-    longest = max(int(one) for one in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: flat.numel()] = flat
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded)
-    joined = torch.cat([part[: int(one)] for part, one in zip(parts, sizes, strict=True)]).cpu().numpy()
-    return joined.view(rows.dtype).reshape(-1, *rows.shape[1:])
+    parts = gather_bytes(np.ascontiguousarray(rows).tobytes(), device=device)
+    return np.frombuffer(bytearray(b"".join(parts)), rows.dtype).reshape(-1, *rows.shape[1:])
 
 
 def gather_rollouts(rollouts: list[Rollout], sequences: np.ndarray, *, device: torch.device | str = "cpu") -> list[Rollout]:

@@ -144,8 +144,8 @@ class RLRun:
         trained = replace(batch, token_fields={**batch.token_fields, "logprobs_old": logprobs_old})
         self.trainer.set_learning_rate(experiment.rl.rate_at(step))
         figures: dict[str, float] = {}
+        parts = experiment.rl.minibatches_per_window
         for _ in range(experiment.rl.updates_per_window):
-            parts = experiment.rl.minibatches_per_window
             steps = self.trainer.update_minibatches(trained, plan, experiment.loss, num_minibatches=parts, save=False)
             figures = steps[-1]
         clock.lap("update")

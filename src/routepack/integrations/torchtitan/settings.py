@@ -117,14 +117,13 @@ class TrainerSettings:
                 f"trainer.placement_invariant=true cannot order the sum over data_parallel_replicate_degree="
                 f"{self.data_parallel_replicate_degree} replicas, which FSDP hands to the transport: use 2 or 1."
             )
-        if self.checkpoint_interval < 0:
-            raise ConfigError(f"trainer.checkpoint_interval={self.checkpoint_interval} must be at least 0, which is never.")
-        if self.checkpoints_kept < 0 or self.checkpoints_kept == 1:
+        whole("trainer.checkpoint_interval (0: never)", self.checkpoint_interval, least=0)
+        if whole("trainer.checkpoints_kept (0: all)", self.checkpoints_kept, least=0) == 1:
             raise ConfigError(
                 f"trainer.checkpoints_kept={self.checkpoints_kept} must be at least 2, as the latest may be in writing, or 0 "
                 "for all."
             )
-        if self.staging_bytes < LEAST_STAGING_BYTES:
+        if whole("trainer.staging_bytes", self.staging_bytes, least=0) < LEAST_STAGING_BYTES:
             raise ConfigError(
                 f"trainer.staging_bytes={self.staging_bytes} must be at least {LEAST_STAGING_BYTES}: every moving expert needs "
                 "a part of it."
