@@ -11,7 +11,7 @@ LAYOUTS = [
     ("pair", "moves"),
     ("quad", "moves"),
     *(
-        pytest.param(("slow_quad", key), marks=pytest.mark.slow)
+        pytest.param(("slow_quad", key), marks=pytest.mark.slow, id=f"slow_quad {key}")
         for key in (
             "moves ep=4",
             "moves ep=1",
@@ -78,7 +78,7 @@ MOVING = [
     ("alone", "moves every step"),
     ("pair", "moves every step"),
     *(
-        pytest.param((ranks, f"moves every step{layout}"), marks=pytest.mark.slow)
+        pytest.param((ranks, f"moves every step{layout}"), marks=pytest.mark.slow, id=f"{ranks}{layout}")
         for ranks, layout in (
             ("slow_pair", " ep=1"),
             ("slow_pair", " in bfloat16"),
@@ -125,7 +125,10 @@ def test_sums_over_four_shards_depend_on_where_an_expert_lies_by_rounding(slow_q
 
 CLIPPED = [
     ("pair", "clips"),
-    *(pytest.param(("slow_quad_moving", f"clips{layout}"), marks=pytest.mark.slow) for layout in ("", " ep=1", " replicated")),
+    *(
+        pytest.param(("slow_quad_moving", f"clips{layout}"), marks=pytest.mark.slow, id=f"slow_quad_moving{layout}")
+        for layout in ("", " ep=1", " replicated")
+    ),
 ]
 
 
