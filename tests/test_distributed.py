@@ -48,6 +48,7 @@ COLLECTIVES = {
     "max_over_ranks": lambda: distributed.max_over_ranks(torch.zeros(1)),
     "gather_bytes": lambda: distributed.gather_bytes(b"demand"),
     "exchange": lambda: distributed.exchange(torch.zeros(1), torch.zeros(1), [0, 1], [0, 1]),
+    "begin_messages": lambda: distributed.begin_messages([(1, torch.zeros(1))], []),
 }
 
 
@@ -57,8 +58,10 @@ def test_every_collective_names_a_lost_rank(collective, monkeypatch):
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(distributed, "num_ranks", lambda: 2)
-    for name in ("barrier", "all_reduce", "all_gather", "all_gather_object", "broadcast_object_list", "all_to_all_single"):
+    for name in ("barrier", "all_reduce", "all_gather", "all_gather_object", "broadcast_object_list", "all_to_all_single",
+                 "batch_isend_irecv"):  # fmt: skip
         monkeypatch.setattr(dist, name, lost)
+    monkeypatch.setattr(dist, "P2POp", lambda *_: None)
     with pytest.raises(RankLostError, match="rank 0 lost another rank while"):
         COLLECTIVES[collective]()
 

@@ -144,21 +144,32 @@ def exchange(arriving: Tensor, leaving: Tensor, num_arriving: Sequence[int], num
 
     Raises RankLostError where another rank does not answer.
     """
-    begin_exchange(arriving, leaving, num_arriving, num_leaving)()
+    if num_ranks() > 1:
+        with together("rows were exchanged"):
+            dist.all_to_all_single(arriving, leaving, list(num_arriving), list(num_leaving))
 
 
-def begin_exchange(
-    arriving: Tensor, leaving: Tensor, num_arriving: Sequence[int], num_leaving: Sequence[int]
-) -> Callable[[], None]:
-    """As :func:`exchange`, which ends when what this gives is called; until then both tensors must be left alone."""
-    if num_ranks() == 1:
-        return lambda: None
-    with together("rows were exchanged"):
-        work = dist.all_to_all_single(arriving, leaving, list(num_arriving), list(num_leaving), async_op=True)
+Message = tuple[int, Tensor]
+"""The rank that a tensor goes to or comes from."""
+
+
+def begin_messages(sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
+    """Send some tensors and fill others, each in place; both must be left alone until what this gives is called.
+
+    Between two ranks, messages arrive in the order in which they were sent. Not collective: ranks without any take no part.
+    Raises RankLostError where another rank does not answer.
+    """
+    operations = [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in receives]
+    operations += [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sends]
+    works: list[dist.Work] = []
+    if operations:
+        with together("rows were exchanged"):
+            works = dist.batch_isend_irecv(operations)
 
     def end() -> None:
         with together("rows were exchanged"):
-            cast(dist.Work, work).wait()
+            for work in works:
+                work.wait()
 
     return end
 

@@ -1,7 +1,7 @@
 """Rows of sharded tensors change places among ranks: in place, bit for bit, through staging memory of a fixed size.
 
 A row is an expert's slot. What moves is cut across rows, not between them: in each round every moving row sends the same
-range of its bytes. All of a round's ranges are copied out before the first is overwritten, so any permutation may be
+range of its bytes. All of a round's ranges have left before the first is overwritten, so any permutation may be
 carried out in place, and the width of the range sets the memory (docs/design/moves.md).
 """
 
@@ -53,14 +53,8 @@ class RowMoves:
 
     @cached_property
     def most_staged_rows(self) -> int:
-        """The most rows that any rank stages: those it sends, those it receives, and once those that stay on it."""
-        sources, targets = self.rank_of_P[self.source_P[self.moved_P]], self.rank_of_P[self.moved_P]
-        inside = targets[sources == targets]
-        counted = np.concatenate([sources, targets]).astype(np.int64)
-        if not len(counted):
-            return 0
-        num_ranks = int(counted.max()) + 1
-        return int((np.bincount(counted, minlength=num_ranks) - np.bincount(inside, minlength=num_ranks)).max())
+        """The most rows that any rank stages: those that arrive there, and those that change their place on it."""
+        return int(np.bincount(self.rank_of_P[self.moved_P], minlength=1).max())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,11 +94,6 @@ class RowExchange:
         return 2 * self.moves.most_staged_rows * self.width
 
     @property
-    def crosses(self) -> bool:
-        """Whether any row changes its rank."""
-        return bool((self.moves.rank_of_P[self.moves.source_P] != self.moves.rank_of_P).any())
-
-    @property
     def signature(self) -> np.ndarray:
         """int64: what must be the same on every rank that takes part, beside the moves."""
         return np.asarray([self.row_bytes, self.width], dtype=np.int64)
@@ -123,27 +112,35 @@ class RowExchange:
         sent, received = self.moves.sent_rows(rank, world_size), self.moves.received_rows(rank, world_size)
         kept_from, kept_to = sent[rank], received[rank]
         sent[rank], received[rank] = kept_from[:0], kept_to[:0]
-        leaves_from, arrives_at = np.concatenate(sent), np.concatenate(received)
+        arrives_at = np.concatenate(received)
         halves = staging[: len(staging) // 2], staging[len(staging) // 2 :]
         finish: Callable[[], None] | None = None
         for number, start in enumerate(range(0, self.row_bytes, self.width)):
             width = min(self.width, self.row_bytes - start)
-            parts = _split(halves[number % 2], [len(leaves_from), len(arrives_at), len(kept_from)], width)
-            self._copy(leaves_from, parts[0], start, out=True)
-            self._copy(kept_from, parts[2], start, out=True)
-            end = self._begin(parts, sent, received)
+            arriving, kept = _split(halves[number % 2], [len(arrives_at), len(kept_from)], width)
+            self._copy(kept_from, kept, start, out=True)
+            end = self._begin(arriving, sent, received, start)
             # The round before is put in place while this one travels.
             if finish is not None:
                 finish()
-            finish = partial(self._finish, end, [(arrives_at, parts[1]), (kept_to, parts[2])], start)
+            finish = partial(self._finish, end, [(arrives_at, arriving), (kept_to, kept)], start)
         if finish is not None:
             finish()
-        return self.row_bytes * len(leaves_from)
+        return self.row_bytes * sum(map(len, sent))
 
-    def _begin(self, parts: list[Tensor], sent: list[np.ndarray], received: list[np.ndarray]) -> Callable[[], None]:
-        if not self.crosses:
-            return lambda: None
-        return distributed.begin_exchange(parts[1], parts[0], [len(rows) for rows in received], [len(rows) for rows in sent])
+    def _begin(self, arriving: Tensor, sent: list[np.ndarray], received: list[np.ndarray], start: int) -> Callable[[], None]:
+        """Send a round's bytes straight from their rows; *arriving* gets those of other ranks, by rank and target slot."""
+        ranges = list(self._ranges(start, start + arriving.shape[1]))
+        sends = [
+            (rank, shard[row, first:last]) for rank, rows in enumerate(sent) for row in rows for shard, first, last, _ in ranges
+        ]
+        sources = np.repeat(np.arange(len(received)), [len(rows) for rows in received]).tolist()
+        receives = [
+            (rank, line[to : to + last - first])
+            for rank, line in zip(sources, arriving, strict=True)
+            for _, first, last, to in ranges
+        ]
+        return distributed.begin_messages(sends, receives)
 
     def _finish(self, end: Callable[[], None], places: list[tuple[np.ndarray, Tensor]], start: int) -> None:
         end()

@@ -227,24 +227,32 @@ def slow_pair_invariant(tmp_path_factory: pytest.TempPathFactory) -> Results:
         "recomputes": {"ep": 2, **INVARIANT, "activation_checkpoint": "full"},
         "gathers once": {"ep": 2, **INVARIANT, "gather": "step"},
     }
-    return launch(moves_every_step(layouts), 2, tmp_path_factory.mktemp("slow_pair_invariant"), timeout=500)
+    return launch(moves_every_step(layouts), 2, tmp_path_factory.mktemp("slow_pair_invariant"))
 
 
 @pytest.fixture(scope="session")
 def slow_quad_invariant(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Four ranks that sum in recorded order, a move at every step, in every layout."""
-    hsdp = {"data_parallel_replicate_degree": 2}
+    """Four ranks that sum in recorded order, FSDP alone and with EP."""
+    layouts = {f"ep={ep}": {"ep": ep, **INVARIANT} for ep in (1, 2, 4)}
+    return launch(moves_every_step(layouts), 4, tmp_path_factory.mktemp("slow_quad_invariant"))
+
+
+@pytest.fixture(scope="session")
+def slow_replicas_invariant(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Two times two ranks that sum in recorded order."""
+    layouts = {f"ep={ep}": {"ep": ep, **INVARIANT, "data_parallel_replicate_degree": 2} for ep in (1, 2)}
+    return launch(moves_every_step(layouts), 4, tmp_path_factory.mktemp("slow_replicas_invariant"))
+
+
+@pytest.fixture(scope="session")
+def slow_cut_invariant(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Four ranks that sum in recorded order, and experts cut inside or dealt unevenly."""
     layouts = {
-        "ep=1": {"ep": 1, **INVARIANT},
-        "ep=2": {"ep": 2, **INVARIANT},
-        "ep=4": {"ep": 4, **INVARIANT},
-        "replicated": {"ep": 2, **INVARIANT, **hsdp},
-        "replicated ep=1": {"ep": 1, **INVARIANT, **hsdp},
         "inside experts": {"ep": 2, **INVARIANT, "num_experts": 2, "top_k": 1},
         "inside experts ep=1": {"ep": 1, **INVARIANT, "num_experts": 3, "top_k": 3},
         "uneven shards": {"ep": 1, **INVARIANT, "num_experts": 6},
     }
-    return launch(moves_every_step(layouts), 4, tmp_path_factory.mktemp("slow_quad_invariant"), timeout=500)
+    return launch(moves_every_step(layouts), 4, tmp_path_factory.mktemp("slow_cut_invariant"))
 
 
 @pytest.fixture(scope="session")
@@ -262,7 +270,7 @@ def slow_quad_moving(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("clips ep=1", "clips", {"ep": 1}),
         ("clips replicated", "clips", {"ep": 2, **hsdp}),
     ]
-    return launch(moves_every_step(layouts) + clipping, 4, tmp_path_factory.mktemp("slow_quad_moving"), timeout=500)
+    return launch(moves_every_step(layouts) + clipping, 4, tmp_path_factory.mktemp("slow_quad_moving"))
 
 
 @pytest.fixture(scope="session")

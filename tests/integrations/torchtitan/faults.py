@@ -13,7 +13,7 @@ from routepack.integrations.torchtitan import folders, logical
 from routepack.integrations.torchtitan.tasks import CountingTask
 
 PLACES = {
-    "move": (distributed, "begin_exchange"),  # one round of a move
+    "move": (distributed, "begin_messages"),  # one round of a move
     "plan": (ExpertRerouter, "place"),
     "save": (logical.LogicalSavePlanner, "lookup_object"),  # one item of a checkpoint
     "rename": (folders, "rename"),

@@ -95,11 +95,11 @@ MOVING = [
             ("slow_quad_invariant", " ep=1"),
             ("slow_quad_invariant", " ep=2"),
             ("slow_quad_invariant", " ep=4"),
-            ("slow_quad_invariant", " replicated"),
-            ("slow_quad_invariant", " replicated ep=1"),
-            ("slow_quad_invariant", " inside experts"),
-            ("slow_quad_invariant", " inside experts ep=1"),
-            ("slow_quad_invariant", " uneven shards"),
+            ("slow_replicas_invariant", " ep=1"),
+            ("slow_replicas_invariant", " ep=2"),
+            ("slow_cut_invariant", " inside experts"),
+            ("slow_cut_invariant", " inside experts ep=1"),
+            ("slow_cut_invariant", " uneven shards"),
         )
     ),
 ]

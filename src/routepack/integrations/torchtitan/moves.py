@@ -30,9 +30,9 @@ _OUTER_TO_INNER = ("ep", "efsdp", "fsdp")
 
 
 STAGING_BYTES = 256 * 2**20
-"""The most memory that a rank uses by default to send and receive rows."""
-CPU_STAGING_BYTES = 8 * 2**20
-"""On a CPU more than this is slower: what is staged should be in the cache still when it is sent."""
+"""The most memory that a rank uses by default to receive rows."""
+CPU_STAGING_BYTES = 32 * 2**20
+"""On a CPU more than this is no faster: what arrives should be in the cache still when it is put in place."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -148,7 +148,7 @@ def move_experts(
 
     Args:
         num_ranks: EP ranks, for the count of experts.
-        staging: what a rank sends from and receives into.
+        staging: what a rank receives into.
         error: one that this rank has already; then no rank moves anything.
 
     Raises:
@@ -204,7 +204,7 @@ def _prepared(
 
 @dataclass(kw_only=True)
 class StagingMemory:
-    """What a rank sends from and receives into."""
+    """What a rank receives into, and keeps rows in that change their place on it."""
 
     limit_bytes: int = STAGING_BYTES
     """It is never more than this."""

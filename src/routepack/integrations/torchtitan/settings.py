@@ -64,7 +64,7 @@ class TrainerSettings:
     storage_dtype: Literal["float32", "bfloat16"] = "float32"
     """What parameters and both moments are kept and updated in. bfloat16 loses small updates."""
     staging_bytes: int = STAGING_BYTES
-    """The most memory that a rank uses to send and receive experts that move."""
+    """The most memory that a rank uses beside its experts while they move."""
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
     """What to recompute in the backward pass, as TorchTitan names it."""
     gather: Literal["layer", "step"] = "layer"
