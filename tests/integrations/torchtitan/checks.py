@@ -6,10 +6,12 @@ measure; the tests judge.
 
 from __future__ import annotations
 
+import resource
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -543,6 +545,63 @@ def everything(trainer: RoutePackTrainer) -> dict[str, np.ndarray]:
             full = full[orders[id(parameter)]] if id(parameter) in orders else full
             tensors[key] = full.float().numpy().copy()
     return tensors
+
+
+@check
+def resists(ep: int, folder: str, **changes: Any) -> dict[str, Any]:
+    """What is said where a placement does not fit, rank 1's disk is full, or a checkpoint is damaged or of another model."""
+    trainer, checkpoints = with_checkpoints(ep, folder, **changes), Path(folder) / "checkpoint"
+    batch, topology, said = windows.window(0), topology_of(trainer), {}
+    for name, shape in {"layers": (3, 16), "experts": (4, 8)}.items():
+        said[name] = message_of(lambda shape=shape: trainer.move_experts(ExpertPlacement.identity(*shape)))
+
+    def train_and_save() -> str:
+        def two_steps() -> None:
+            for seed in range(2):
+                trainer.update(batch, windows.shuffled_plan(batch, topology, seed), CrossEntropyTokenLoss())
+            trainer.checkpointer.maybe_wait_for_saving()
+
+        message = message_of(two_steps)
+        dist.barrier()
+        return message
+
+    said["saved"] = train_and_save()
+    with small_files(2**16 if dist.get_rank() == 1 else None):
+        said["full"] = train_and_save()
+    kept = named(checkpoints)
+    said["saved again"] = train_and_save()
+    kept_later = named(checkpoints)
+    if dist.get_rank() == 0:
+        (checkpoints / "step-7").mkdir()
+        (checkpoints / "step-8").mkdir()
+        (checkpoints / "step-8" / ".metadata").write_bytes((checkpoints / "step-6" / ".metadata").read_bytes()[:300])
+    dist.barrier()
+    said["damaged"] = message_of(lambda: trainer.resume())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (checkpoints / "step-8" / ".metadata").unlink()
+    dist.barrier()
+    resumed = with_checkpoints(ep, folder, **changes).resume()
+    for name, tiny in {"fewer experts": {"num_experts": 8}, "fewer layers": {"num_layers": 3}, "wider": {"dim": 128}}.items():
+        other = with_checkpoints(ep, folder, tiny=tiny, **changes)
+        said[name] = message_of(other.resume)
+    return {"said": said, "kept": kept, "kept_later": kept_later, "resumed": resumed}
+
+
+def named(checkpoints: Path) -> list[str]:
+    return sorted(path.name for path in checkpoints.glob("step-*"))
+
+
+@contextmanager
+def small_files(most_bytes: int | None) -> Iterator[None]:
+    """Let this process write no file beyond so many bytes, as a full disk would."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if most_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @check

@@ -1,6 +1,7 @@
 """Checkpoints: the same tensors at any ranks, EP degree and placement; whole or absent."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,38 @@ def test_slots_saved_as_if_they_were_experts_are_caught(slow_pair_faulty):
     wrong = differing(saved["saved"], loaded["loaded"])
     assert len(wrong) == 36
     assert all("inner_experts" in name for name in wrong)
+
+
+RESISTING = [("pair", "resists"), pytest.param("slow_pair", "resists asynchronously", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("ranks", "key"), RESISTING)
+def test_a_full_disk_on_one_rank_is_said_on_all_and_costs_no_checkpoint(request, ranks, key):
+    for result in request.getfixturevalue(ranks):
+        said = result[key]["said"]
+        assert "CheckpointError: rank 1 failed while " in said["full"]
+        assert "was saved: OSError: [Errno 27] File too large" in said["full"]
+        assert "Complete checkpoints are as they were." in said["full"]
+        assert said["saved"] == said["saved again"] == "no error"
+        assert result[key]["kept"] == ["step-2"]
+        assert result[key]["kept_later"] == ["step-2", "step-6"]
+        assert result[key]["resumed"] == 6
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        ("layers", r"PlanError: the placement is of \(3, 16\) \[layers, experts\]; the model has \(4, 16\)"),
+        ("experts", r"PlanError: the placement is of \(4, 8\)"),
+        ("damaged", r"CheckpointError: .*step-8 cannot be read .*: delete it"),
+        ("fewer experts", "CheckpointError: rank 0 failed while the checkpoint .*step-6 was loaded"),
+        ("fewer layers", "CheckpointError: rank 0 failed while the checkpoint .*step-6 was loaded"),
+        ("wider", "CheckpointError: rank 0 failed while the checkpoint .*step-6 was loaded"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_on_every_rank(pair, attempt, message):
+    for result in pair:
+        assert re.search(message, result["resists"]["said"][attempt]), result["resists"]["said"][attempt]
 
 
 def test_an_export_does_not_depend_on_the_placement(pair):

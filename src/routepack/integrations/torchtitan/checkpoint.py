@@ -8,6 +8,7 @@ them. And a checkpoint is written under another name and renamed once it is comp
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
@@ -154,7 +156,7 @@ class PlacedCheckpointManager(CheckpointManager):
             self.states[MODEL].load_state_dict(state_dict)
 
     def _take_own(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:
-        saved = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+        saved = _metadata(checkpoint_id).state_dict_metadata
         if any(name.startswith(f"{ROUTEPACK}.") for name in saved):
             state_dict[ROUTEPACK].take_placement(checkpoint_id)
         else:  # TorchTitan's own: in logical order, without a placement
@@ -204,6 +206,15 @@ class PlacedCheckpointManager(CheckpointManager):
     def _close(self) -> None:
         self.maybe_wait_for_saving()
         super()._close()
+
+
+def _metadata(folder: str) -> Metadata:
+    try:
+        return FileSystemReader(folder).read_metadata()
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, IndexError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder} cannot be read ({type(error).__name__}: {error}): delete it, and the run resumes from the one before."
+        ) from error
 
 
 @contextmanager
