@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
-from numbers import Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -105,7 +104,7 @@ class LinkSpeeds(Links):
             whole(f"links.{name}", getattr(self, name), least=1)
         for name in ("inside_bytes_per_second", "across_bytes_per_second", "bytes_per_element"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ConfigError(f"links.{name}={value!r} must be a number above 0; inf: free.")
 
     @property

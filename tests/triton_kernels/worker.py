@@ -9,6 +9,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from routepack.distributed import leave
 from routepack.triton_kernels import PermutedExperts, PermutedMoE, grouped_experts
 from routepack.triton_kernels.testing import random_problem
 
@@ -81,4 +82,4 @@ if __name__ == "__main__":
     case, rank, world_size, store, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     torch.save(train(rank, world_size) if case == "fsdp" else dispatched(rank, world_size), f"{out}.{rank}")
-    dist.destroy_process_group()
+    leave()

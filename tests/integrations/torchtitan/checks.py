@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from routepack import distributed, materialize
 from routepack.components.packer import AttentionAwarePacker
-from routepack.errors import PlanError, RoutePackError
+from routepack.errors import PlanError, RankLostError, RoutePackError
 from routepack.integrations.torchtitan import initialization, invariance, model, moves, overrides
 from routepack.integrations.torchtitan import settings as settings_module
 from routepack.integrations.torchtitan.experts import TritonExperts
@@ -33,6 +33,7 @@ from routepack.integrations.torchtitan.launch import build_experiment, load
 from routepack.integrations.torchtitan.losses import CrossEntropyTokenLoss, GRPOTokenLoss, TokenLoss
 from routepack.integrations.torchtitan.model import TinyQwen3MoE, build_local_model
 from routepack.integrations.torchtitan.progress import Progress
+from routepack.integrations.torchtitan.reference import ReferencePolicy
 from routepack.integrations.torchtitan.rl import RLRun
 from routepack.integrations.torchtitan.settings import TrainerSettings
 from routepack.integrations.torchtitan.tasks import CountingTask, Grade, Prompt
@@ -545,6 +546,34 @@ def everything(trainer: RoutePackTrainer) -> dict[str, np.ndarray]:
             full = full[orders[id(parameter)]] if id(parameter) in orders else full
             tensors[key] = full.float().numpy().copy()
     return tensors
+
+
+@check
+def tears(ep: int, folder: str) -> dict[str, str]:
+    """What a trainer says to everything after a move in which the others were lost in the third round."""
+    trainer, begin, rounds = with_checkpoints(ep, folder, staging_bytes=2**16), distributed.begin_messages, 0
+    batch, plan = windows.window(0), windows.shuffled_plan(windows.window(0), topology_of(trainer), 0)
+
+    def lost(*messages: Any) -> Callable[[], None]:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 3:
+            raise RankLostError("rank 0 lost another rank.")
+        return begin(*messages)
+
+    with pytest.MonkeyPatch.context() as torn:
+        torn.setattr(distributed, "begin_messages", lost)
+        said = {"the move": message_of(lambda: trainer.update(batch, plan, CrossEntropyTokenLoss()))}
+    attempts = {
+        "update": lambda: trainer.update(batch, plan, CrossEntropyTokenLoss()),
+        "log_probabilities": lambda: trainer.log_probabilities(batch, plan),
+        "move_experts": lambda: trainer.move_experts(trainer.placement),
+        "save": lambda: trainer.save(last=True),
+        "logical_state_dict": trainer.logical_state_dict,
+        "export_huggingface": lambda: trainer.export_huggingface(Path(folder) / "exported"),
+        "reference": lambda: ReferencePolicy(trainer),
+    }
+    return said | {name: message_of(attempt) for name, attempt in attempts.items()}
 
 
 @check

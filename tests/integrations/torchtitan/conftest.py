@@ -137,6 +137,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("stages little", "stages_little", {"ep": 2, "staging_bytes": 2**16}),
         ("draws", "draws_one_at_a_time", {"ep": 2}),
         *saved_and_loaded(folder / "checkpoints", {"ep": 2}, again={"ep": 2}, alone={"ep": 1}),
+        ("tears", "tears", {"ep": 2, "folder": str(folder / "tears")}),
         ("resists", "resists", {"ep": 2, "folder": str(folder / "resists")}),
         ("exports", "exports", {"ep": 2, "folder": str(folder / "exported"), "seed": None}),
         ("exports moved", "exports", {"ep": 2, "folder": str(folder / "exported_moved"), "seed": 3}),

@@ -1,5 +1,7 @@
 """Moving experts: every weight and moment arrives bit for bit, in place."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -165,6 +167,14 @@ def test_state_that_cannot_follow_the_experts_is_refused_before_anything_moves(p
     for result in pair:
         assert "PlanError: the optimizer keeps shared of shape (5,)" in result["moves further state"]["refused"]
         assert result["moves further state"]["kept_placement"]
+
+
+def test_torn_weights_are_neither_used_nor_saved(pair):
+    for result in pair:
+        said = dict(result["tears"])
+        assert re.search(r"while the experts of MoE layer 0 \(of 4\) moved, .* Their weights are torn", said.pop("the move"))
+        assert said
+        assert all(message.startswith("RankLostError: an earlier move did not end") for message in said.values()), said
 
 
 def test_a_move_takes_no_more_memory_than_it_is_allowed(pair):

@@ -72,7 +72,7 @@ class RankOrderReduceScatter(ReduceScatter):
         assert op == dist.ReduceOp.SUM, "FSDP was told to use plain sums"
         assert not async_op, "FSDP waits for it on its own stream"
         if group.size() <= 2:
-            dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
+            dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group)
             return
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
