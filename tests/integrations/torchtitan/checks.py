@@ -370,11 +370,14 @@ def moves_every_step(ep: int, num_steps: int = 20, fault: str = "", **changes: A
 
 @check
 def clips(ep: int, **changes: Any) -> dict[str, list[float]]:
-    """The norms of the same gradients at twelve placements, as ordered sums and as TorchTitan give them."""
+    """The norms of the same gradients at twelve placements, as ordered sums and as TorchTitan give them; and what a step leaves."""
     from torchtitan.distributed.utils import clip_grad_norm_
 
-    trainer = build_trainer(ep, **changes)
-    norms: dict[str, list[float]] = {"ordered": [], "torchtitan": [], "clipped": []}
+    trainer = build_trainer(ep, placement_invariant=True, max_norm=0.05, **changes)
+    batch = windows.window(0)
+    trainer.update(batch, windows.shuffled_plan(batch, topology_of(trainer), 0), CrossEntropyTokenLoss())
+    left = float(invariance.clip(trainer.model, np.inf))
+    norms: dict[str, list[float]] = {"ordered": [], "torchtitan": [], "clipped": [], "step": [left]}
     for seed in range(12):
         trainer.move_experts(windows.random_placement(seed))
         random, slots = torch.Generator().manual_seed(3), trainer.logical_of_parameter()

@@ -143,6 +143,7 @@ def test_a_norm_in_logical_order_has_the_same_bits_wherever_experts_are_and_torc
         assert len(set(norms["torchtitan"])) > 1
         assert norms["ordered"] == pytest.approx(norms["torchtitan"], rel=1e-6)
         assert norms["clipped"] == pytest.approx([2.0] * 12, rel=1e-5)
+        assert norms["step"] == pytest.approx([0.05], rel=1e-4)
 
 
 @pytest.mark.slow
