@@ -370,7 +370,7 @@ def moves_every_step(ep: int, num_steps: int = 20, fault: str = "", **changes: A
 
 @check
 def clips(ep: int, **changes: Any) -> dict[str, list[float]]:
-    """The norms of the same gradients at twelve placements, as ordered sums and as TorchTitan give them; and what a step leaves."""
+    """Norms of the same gradients at twelve placements, as ordered sums and as TorchTitan give them; what a step leaves."""
     from torchtitan.distributed.utils import clip_grad_norm_
 
     trainer = build_trainer(ep, placement_invariant=True, max_norm=0.05, **changes)
