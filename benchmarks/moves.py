@@ -125,9 +125,10 @@ def main():
         plain = found["seconds"]["plain"]
         for name, seconds in found["seconds"].items():
             median, label = statistics.median(seconds), "plain all-to-all" if name == "plain" else f"move, {name} MiB allowed"
+            shares = f"{statistics.median(plain) / median:.0%} | {min(plain) / min(seconds):.0%}"
             print(
                 f"| {ranks} | {found['bytes'] / 1e6:.0f} MB | {label} | {median:.4f} | {min(seconds):.4f} | {max(seconds):.4f} "
-                f"| {found['bytes'] / median / 1e9:.2f} | {statistics.median(plain) / median:.0%} | {min(plain) / min(seconds):.0%} |"
+                f"| {found['bytes'] / median / 1e9:.2f} | {shares} |"
             )
     if args.json:
         args.json.write_text(json.dumps({"machine": here, "ranks": results}, indent=1))
