@@ -670,7 +670,7 @@ def refuses(ep: int) -> dict[str, str]:
 
 
 def move_without_memory(trainer: RoutePackTrainer) -> None:
-    original = moves._allocated
+    original, trainer.staging = moves._allocated, moves.StagingMemory()
     with pytest.MonkeyPatch.context() as memory:
         if dist.get_rank() == 1:
             memory.setattr(moves, "_allocated", lambda num_bytes, device: original(2**60, device))
