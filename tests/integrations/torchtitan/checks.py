@@ -603,6 +603,7 @@ def resists(ep: int, folder: str, **changes: Any) -> dict[str, Any]:
     kept = named(checkpoints)
     said["saved again"] = train_and_save()
     kept_later = named(checkpoints)
+    dist.barrier()
     if dist.get_rank() == 0:
         (checkpoints / "step-7").mkdir()
         (checkpoints / "step-8").mkdir()
