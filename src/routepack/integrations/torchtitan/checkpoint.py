@@ -200,8 +200,12 @@ class PlacedCheckpointManager(CheckpointManager):
             self.purge_queue.put(str(discard(Path(self._create_checkpoint_id(step)))))
 
     def _wait_for_saving(self) -> None:
-        with _named("the last checkpoint was saved"):
-            super()._wait_for_saving()
+        try:
+            with _named("the last checkpoint was saved"):
+                super()._wait_for_saving()
+        finally:
+            # A save that failed says so once, and does not keep later ones from being made.
+            self.save_future = None
 
     def _close(self) -> None:
         self.maybe_wait_for_saving()
