@@ -27,8 +27,8 @@ from routepack.integrations.torchtitan.experiment import Experiment, build_exper
 GRACE_SECONDS = 10.0
 """Ranks that are told to end get this long before they are killed."""
 POLL_SECONDS = 0.05
-SETTLE_SECONDS = 1.0
-"""After one rank failed, the others get this long to fail too, so that the cause is shown and not a consequence."""
+SETTLE_SECONDS = 5.0
+"""After one rank failed, the others get this long to fail too, so that all that they know is shown; no longer than they take."""
 
 
 def check(config: DictConfig) -> None:
@@ -125,12 +125,18 @@ def wait_for(ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> 
     while True:
         codes = [rank.poll() for rank in ranks]
         if any(codes):
-            time.sleep(SETTLE_SECONDS)
-            codes = [rank.poll() for rank in ranks]
-            return report_failure(codes, logs)
+            return report_failure(settled(ranks), logs)
         if None not in codes:
             return 0
         time.sleep(POLL_SECONDS)
+
+
+def settled(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
+    """The ranks' codes once all have ended, or SETTLE_SECONDS later."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return codes
 
 
 def report_failure(codes: Sequence[int | None], logs: Sequence[Path]) -> int:
