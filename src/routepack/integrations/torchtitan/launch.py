@@ -28,7 +28,7 @@ GRACE_SECONDS = 10.0
 """Ranks that are told to end get this long before they are killed."""
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 5.0
-"""After one rank failed, the others get this long to fail too, so that all that they know is shown; no longer than they take."""
+"""After one rank failed, the others get this long to fail too, so that all that they know is shown."""
 
 
 def check(config: DictConfig) -> None:
@@ -191,8 +191,9 @@ def run_rank(experiment: Experiment) -> int:
         if progress.enabled:
             prepare_folder(experiment)
         run = RLRun(experiment=experiment, progress=progress)
-        run.run()
-        run.trainer.close()
+        with distributed.together("ranks trained"):  # whatever has no better name for what was going on
+            run.run()
+            run.trainer.close()
     except RoutePackError as error:
         sys.stderr.write(f"routepack: {error}\n")
         return 1

@@ -445,4 +445,5 @@ class RoutePackTrainer(Trainer):
 
 
 def _full(parameter: Tensor) -> Tensor:
-    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+    with distributed.together("parameters were gathered"):
+        return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
