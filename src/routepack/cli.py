@@ -235,19 +235,20 @@ def calibration_table(fits: Any) -> Table:
 
 @app.command()
 def check(layers: Layers) -> None:
-    """Resolve a config and build every component, without running anything."""
+    """Resolve a config and build every component, without running anything; for training also what memory a rank takes."""
     from omegaconf import OmegaConf
 
     config = load(*split_layers(layers))
     # A value that is still ??? does not count as present, but its key does.
     if "trace" in config.keys():  # noqa: SIM118
         _planner(config)
+        said = ""
     else:
         from routepack.integrations.torchtitan.launch import check as check_training
 
-        check_training(config)
+        said = f"{check_training(config)}\n"
     typer.echo(OmegaConf.to_yaml(config).rstrip())
-    typer.echo("ok", err=True)
+    typer.echo(f"{said}ok", err=True)
 
 
 @app.command()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,31 @@ def load_trace(path: str | Path) -> RolloutBatch:
     if not shards:
         raise TraceError(f"{path} holds no .safetensors files: name a trace file or a folder of shards.")
     return concatenate([load_trace(shard) for shard in shards])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TraceHeader:
+    """What a trace file says of itself; see :class:`~routepack.RolloutBatch`."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    layer_ids_L: np.ndarray
+
+
+def trace_header(path: str | Path) -> TraceHeader:
+    """The sizes of a ``routepack.trace/1`` file; no recorded id is read. Raises TraceError as :func:`load_trace` does."""
+    metadata, tensors = read_tensors(path)
+    _expect(path, metadata, TRACE)
+    ids = tensors.get("routed_experts")
+    if ids is None or ids.ndim != 3:
+        raise TraceError(f"{path} has no tensor 'routed_experts' of shape [rows, layers, top_k].")
+    return TraceHeader(
+        num_layers=ids.shape[1],
+        num_experts=_number(path, metadata, "num_experts"),
+        top_k=ids.shape[2],
+        layer_ids_L=_layer_ids(tensors, "routed_experts"),
+    )
 
 
 def save_trace(batch: RolloutBatch, path: str | Path, **metadata: str) -> None:
