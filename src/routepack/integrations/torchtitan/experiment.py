@@ -166,6 +166,12 @@ class Experiment:
 
     def check_ready(self) -> None:
         """Raise a RoutePackError where something is missing that a run needs and a check does not."""
+        weights = self.trainer.initial_weights
+        if weights and not Path(weights).is_dir():
+            raise ConfigError(
+                f"trainer.initial_weights={weights} is no folder: put safetensors files of Hugging Face's format there, or leave "
+                "it empty to start from random weights."
+            )
 
     def memory(self) -> MemoryEstimate:
         """What a rank needs of its device's memory."""

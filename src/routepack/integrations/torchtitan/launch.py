@@ -198,6 +198,7 @@ def run_rank(experiment: Experiment) -> int:
     try:
         check_world_size(experiment)
         check_devices(experiment, int(os.environ.get("LOCAL_WORLD_SIZE", experiment.num_ranks)))
+        experiment.check_ready()
         if progress.enabled:
             prepare_folder(experiment)
         run = _run_of(experiment, progress)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -118,11 +117,6 @@ class TrainerSettings:
             if getattr(self, name) not in ("float32", "bfloat16"):
                 raise ConfigError(f"trainer.{name}={getattr(self, name)!r} is unknown: choose float32 or bfloat16.")
         _check_spmd_backend(self.spmd_backend)
-        if self.initial_weights and not Path(self.initial_weights).is_dir():
-            raise ConfigError(
-                f"trainer.initial_weights={self.initial_weights} is no folder: name one with safetensors files of "
-                "Hugging Face's format, or leave it empty."
-            )
         if self.checkpoint_interval < 0:
             raise ConfigError(f"trainer.checkpoint_interval={self.checkpoint_interval} must be at least 0, which is never.")
         if self.checkpoints_kept < 0 or self.checkpoints_kept == 1:

@@ -74,8 +74,9 @@ class TraceExperiment(Experiment):
     """Files, folders or globs, as the config names them; empty where it does not yet."""
 
     def check_ready(self) -> None:
-        """Raise unless windows are named, and fit the model."""
+        """Raise unless windows are named and fit the model, and what else a run needs is there."""
         self.windows()
+        super().check_ready()
 
     def windows(self) -> list[Path]:
         """The windows in order: patterns as they are named, what a glob finds by name.
