@@ -8,9 +8,11 @@ with TorchTitan's fake_backend for the collectives; no parameter has any memory.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,6 @@ from typing import Any
 def main(file: Path) -> None:
     # First, as it chooses TorchTitan's device.
     from routepack.integrations.torchtitan import device  # isort: skip
-
-    import torch.distributed as dist
-    from torchtitan.config.configs import CommConfig
-    from torchtitan.distributed import utils
 
     from routepack.config import load
     from routepack.integrations.torchtitan.launch import experiment_of
@@ -31,13 +29,29 @@ def main(file: Path) -> None:
     results: dict[str, dict[int, dict[str, Any]]] = {}
     for key, config, overrides, ranks in pickle.loads(file.read_bytes()):
         experiment = experiment_of(load([config], overrides))
-        results[key] = {}
-        for rank in ranks:
-            os.environ |= {name: str(experiment.num_ranks) for name in ("WORLD_SIZE", "NGPU")} | {"RANK": str(rank)}
-            utils.init_distributed(CommConfig(mode="fake_backend"))
-            results[key][rank] = facts(*sharded(experiment))
-            dist.destroy_process_group()
+        results[key] = {rank: in_a_process_of_its_own(facts_of, experiment, rank) for rank in ranks}
     file.write_bytes(pickle.dumps(results))
+
+
+def in_a_process_of_its_own(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Torch keeps a mesh's coordinate from one process group to the next, so that every rank would be the first one."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=lambda: sender.send(function(*arguments)))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    finally:
+        process.join()
+
+
+def facts_of(experiment: Any, rank: int) -> dict[str, Any]:
+    from torchtitan.config.configs import CommConfig
+    from torchtitan.distributed import utils
+
+    os.environ |= {name: str(experiment.num_ranks) for name in ("WORLD_SIZE", "NGPU")} | {"RANK": str(rank)}
+    utils.init_distributed(CommConfig(mode="fake_backend"))
+    return facts(*sharded(experiment))
 
 
 def sharded(experiment: Any) -> tuple[Any, Any]:
@@ -83,7 +97,7 @@ def facts(model: Any, dims: Any) -> dict[str, Any]:
                 "shape": tuple(parameter.shape),
                 "local": tuple(parameter.to_local().shape),
                 "mesh": dict(zip(parameter.device_mesh.mesh_dim_names, parameter.device_mesh.shape, strict=True)),
-                "placements": [str(placement) for placement in parameter.placements],
+                "splits": [placement.dim for placement in parameter.placements],
                 "memory": parameter.to_local().device.type,
             }
             for name, parameter in model.named_parameters()
