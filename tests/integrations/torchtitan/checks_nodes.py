@@ -86,7 +86,7 @@ def breaks_export(source: str, lacking: str, misshapen: str, foreign: str, trunc
     changed = {
         lacking: {name: value for name, value in tensors.items() if name != "model.norm.weight"},
         misshapen: tensors | {"model.norm.weight": norm[1:].clone()},
-        foreign: tensors | {"model.layers.9.mlp.gate.weight": norm},
+        foreign: tensors | {"model.layers.9.mlp.gate.weight": norm.clone()},
         truncated: tensors,
     }
     if dist.get_rank() == 0:

@@ -315,6 +315,7 @@ def trace_pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
     from routepack.trace import save_trace
 
     folder = tmp_path_factory.mktemp("traces")
+    (folder / "empty").mkdir()
     traces.written_windows(folder, 6)
     config = traces.written_config(folder)
     parts, exported, broken = str(folder / "parts"), str(folder / "exported"), traces.broken_folders(folder)
@@ -346,7 +347,7 @@ def trace_pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("loads ep=1", "loads_huggingface", {"folder": exported, "ep": 1, "seed": 5}),
         ("starts", "starts_from_huggingface", {"folder": exported, "ep": 2}),
         ("breaks", "breaks_export", {"source": exported, **broken}),
-        ("refuses", "refuses_huggingface", {"ep": 2, **broken, "empty": str(folder)}),
+        ("refuses", "refuses_huggingface", {"ep": 2, **broken, "empty": str(folder / "empty")}),
         (
             "registered",
             "exports_registered",

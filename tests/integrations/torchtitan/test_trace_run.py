@@ -77,7 +77,7 @@ def test_weights_come_back_from_hugging_faces_format_bit_for_bit_in_any_layout_a
     exported = trace_pair[0]["loads"]["state"]
     for key in ("loads ep=1", "starts"):
         assert differing(trace_pair[0][key]["state"], exported) == []
-    assert len(differing(trace_pair[0]["loads"]["before"], exported)) > 30
+    assert len(differing(trace_pair[0]["loads"]["before"], exported)) > 20
     local = load_file(trace_pair[0]["folder"] / "exported" / "model-00001-of-00001.safetensors")
     for expert in range(16):
         ours = exported["layers.2.moe.routed_experts.inner_experts.w1_EFD"][expert]
