@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from routepack.config import load
 from routepack.integrations.torchtitan.launch import experiment_of
 from routepack.integrations.torchtitan.losses import CrossEntropyTokenLoss
 from routepack.integrations.torchtitan.memory import estimate_memory
-from routepack.integrations.torchtitan.model import RegisteredModel, TinyQwen3MoE, TrainedModel
+from routepack.integrations.torchtitan.model import TinyQwen3MoE, TrainedModel
 from routepack.integrations.torchtitan.progress import WindowProgress
 from routepack.integrations.torchtitan.settings import TrainerSettings
 from routepack.integrations.torchtitan.trace_run import TraceRun
@@ -96,18 +95,6 @@ def breaks_export(source: str, lacking: str, misshapen: str, foreign: str, trunc
         whole = Path(truncated) / path.name
         whole.write_bytes(whole.read_bytes()[:-100])
     dist.barrier()
-
-
-@check
-def exports_registered(folder: str, name: str, flavor: str) -> bool:
-    """A registered model, whose queries, keys and values are one parameter, out and in again."""
-    settings = TrainerSettings(expert_parallel_degree=dist.get_world_size(), seed=7)
-    model = RegisteredModel(name=name, flavor=flavor)
-    trainer = RoutePackTrainer.from_settings(model=model, settings=settings)
-    trainer.export_huggingface(folder, dtype=torch.float32)
-    again = RoutePackTrainer.from_settings(model=model, settings=replace(settings, seed=8, initial_weights=folder))
-    one, other = trainer.logical_state_dict(), again.logical_state_dict()
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @check

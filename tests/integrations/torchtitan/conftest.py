@@ -89,6 +89,12 @@ def _output(folder: Path, rank: int) -> str:
     return f"--- rank {rank}\n{(folder / f'rank{rank}.log').read_text()[-3000:]}"
 
 
+@pytest.fixture(scope="session")
+def launch_ranks() -> Any:
+    """:func:`launch`, for tests that make their checks themselves."""
+    return launch
+
+
 def trains(ep: int, plans: str, **changes: Any) -> Check:
     return f"trains ep={ep} {plans}", "trains", {"ep": ep, "plans": plans, **changes}
 

@@ -84,10 +84,6 @@ def test_weights_come_back_from_hugging_faces_format_bit_for_bit_in_any_layout_a
         assert np.array_equal(ours, local[f"model.layers.2.mlp.experts.{expert}.gate_proj.weight"])
 
 
-def test_a_model_that_keeps_queries_keys_and_values_together_comes_back_too(trace_pair):
-    assert all(result["registered"] for result in trace_pair)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
