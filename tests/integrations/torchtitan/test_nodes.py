@@ -215,6 +215,13 @@ def test_a_device_that_is_too_small_is_refused_with_what_to_lower(config):
         experiment_of(load([config], ["launch.device_memory_gib=20", "packer.max_tokens=4096"]))
 
 
+@pytest.mark.parametrize("config", [QWEN, DEEPSEEK])
+def test_routepack_can_be_switched_off_by_the_overlay(config):
+    planner = experiment_of(load([config, CONFIGS / "first_fit.yaml"])).planner
+    assert type(planner.rerouter).__name__ == "IdentityRerouter"
+    assert (type(planner.packer).__name__, planner.packer.max_tokens) == ("FirstFitPacker", 16_384)
+
+
 def test_deepseeks_constants_are_the_published_ones():
     from torchtitan.models.common import RMSNorm
 

@@ -164,7 +164,7 @@ class DeepSeekV2Lite(TrainedModel):
         spec = RegisteredModel(name="deepseek_v3", flavor="16B").stock_spec()
         model = cast(Decoder.Config, spec.model)
         for _, norm, _, _ in model.traverse(RMSNorm.Config):
-            norm.eps = 1e-6
+            cast(Any, norm).eps = 1e-6
         for layer in model.layers:
             layer.attention.mscale = 0.707
         return spec
@@ -207,12 +207,12 @@ def build_local_model(model: TrainedModel, *, seed: int = 0) -> nn.Module:
     return local
 
 
-def build_meta_model(model: TrainedModel) -> nn.Module:
+def build_meta_model(model: TrainedModel) -> Decoder:
     """The unsharded model without any memory: names and shapes."""
     spec = model.model_spec()
     apply_overrides(OverrideConfig(imports=model.override_imports()), cast(Any, spec))
     with torch.device("meta"):
-        return spec.model.build()
+        return cast(Decoder, spec.model.build())
 
 
 def load_full_state(local: nn.Module, state: Mapping[str, Tensor]) -> None:
