@@ -169,7 +169,7 @@ class Experiment:
         weights = self.trainer.initial_weights
         if weights and not Path(weights).is_dir():
             raise ConfigError(
-                f"trainer.initial_weights={weights} is no folder: put safetensors files of Hugging Face's format there, or leave "
+                f"trainer.initial_weights={weights} is no folder: put safetensors of Hugging Face's format there, or leave "
                 "it empty to start from random weights."
             )
 

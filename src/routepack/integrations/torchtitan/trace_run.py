@@ -107,9 +107,11 @@ class TraceRun:
         """Load the last checkpoint if there is one; the windows that it has been through."""
         self.trainer.resume()
         done = min(self.trainer.windows_done, len(self.windows))
-        if distributed.this_rank() == 0 and self.history_path.exists():
-            self.history = json.loads(self.history_path.read_text())[:done]
+        self.history = distributed.from_rank(0, self._logged, "figures of earlier windows")[:done]
         return done
+
+    def _logged(self) -> list[dict[str, float]]:
+        return json.loads(self.history_path.read_text()) if self.history_path.exists() else []
 
     def window_done(self, *, last: bool) -> None:
         """Count a window, save a checkpoint if one is due, and beside it the figures so far."""
