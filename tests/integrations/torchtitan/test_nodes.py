@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from routepack.cli import app, main
 from routepack.config import load
 from routepack.cost import CostModel
 from routepack.errors import ConfigError
-from routepack.integrations.torchtitan.launch import experiment_of
+from routepack.integrations.torchtitan.launch import check_world_size, experiment_of
 from routepack.types import ExpertPlacement
 
 HERE = Path(__file__).parent
@@ -228,3 +229,33 @@ def test_deepseeks_constants_are_the_published_ones():
     model = experiment_of(load([DEEPSEEK])).model.model_spec().model
     assert {norm.eps for _, norm, _, _ in model.traverse(RMSNorm.Config)} == {1e-6}
     assert {layer.attention.mscale for layer in model.layers} == {0.707}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (QWEN, "rank of 16 at EP 8, counted, not measured: weights 7.1 GiB"),
+        (DEEPSEEK, "rank of 8 at EP 8, counted, not measured: weights 7.3 GiB"),
+    ],
+)
+def test_check_accepts_both_and_says_what_a_rank_takes(config, said, capsys):
+    app(["check", config], standalone_mode=False)
+    out, err = capsys.readouterr()
+    assert said in err
+    assert err.endswith("together.\nok\n")
+    assert "data_parallel_degree" in out
+
+
+@pytest.mark.parametrize("config", [QWEN, DEEPSEEK])
+def test_train_refuses_where_there_is_no_gpu_and_starts_nothing(config, capsys, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        main(lambda: app(["train", config, f"out={tmp_path / 'out'}"], prog_name="routepack"))
+    assert stop.value.code == 1
+    assert capsys.readouterr().err.startswith("routepack: launch.device=cuda: every rank needs one")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_launcher_with_another_number_of_ranks_is_refused_with_the_line_to_use(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ConfigError, match=r"data_parallel_degree=16 needs as many ranks; the launcher started 8: use torchrun"):
+        check_world_size(experiment_of(load([QWEN])))
