@@ -330,23 +330,16 @@ def trace_pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
     batch = windows.window(0)
     save_trace(replace(batch, token_fields={k: v for k, v in batch.token_fields.items() if k != "loss_mask"}), unlabelled)
     grpo = {"loss._target_": "routepack.integrations.torchtitan.losses.GRPOTokenLoss"}
+    one_window = {"config": config, "windows": str(folder / "window0.safetensors")}
+    several = {"update.updates_per_window": 2, "update.minibatches_per_window": 2}
     checks = [
         ("whole", "trains_on_traces", {"config": config}),
         ("first part", "trains_on_traces", {"config": config, "out": parts, "windows": first}),
         ("second part", "trains_on_traces", {"config": config, "out": parts}),
         ("nothing left", "trains_on_traces", {"config": config, "out": parts}),
-        (
-            "recomputed",
-            "trains_on_traces",
-            {
-                "config": config,
-                "out": str(folder / "recomputed"),
-                "update.recompute_logprobs": True,
-                "update.updates_per_window": 2,
-                "update.minibatches_per_window": 2,
-                **grpo,
-            },
-        ),
+        ("recomputed", "trains_on_traces", {**one_window, "out": str(folder / "a"), "update.recompute_logprobs": True, **grpo}),
+        ("recorded", "trains_on_traces", {**one_window, "out": str(folder / "b"), **grpo}),
+        ("several", "trains_on_traces", {**one_window, "out": str(folder / "c"), **several}),
         ("unlabelled", "fails_on_traces", {"config": config, "out": str(folder / "none"), "windows": str(unlabelled)}),
         ("exports", "exports", {"ep": 2, "folder": exported, "seed": 3}),
         ("loads", "loads_huggingface", {"folder": exported, "ep": 2, "seed": 5}),
@@ -354,11 +347,6 @@ def trace_pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("starts", "starts_from_huggingface", {"folder": exported, "ep": 2}),
         ("breaks", "breaks_export", {"source": exported, **broken}),
         ("refuses", "refuses_huggingface", {"ep": 2, **broken, "empty": str(folder / "empty")}),
-        (
-            "registered",
-            "exports_registered",
-            {"folder": str(folder / "registered"), "name": "qwen3", "flavor": "debugmodel_moe"},
-        ),
         ("memory ep=2", "takes_memory", {"ep": 2}),
         ("memory ep=1", "takes_memory", {"ep": 1, "tiny": {"num_experts": 5, "vocab_size": 67}}),
         ("memory in bfloat16", "takes_memory", {"ep": 2, "storage_dtype": "bfloat16"}),

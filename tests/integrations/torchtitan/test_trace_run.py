@@ -52,13 +52,17 @@ def test_a_run_with_nothing_left_does_nothing(trace_pair):
     assert differing(trace_pair[0]["nothing left"]["state"], trace_pair[0]["whole"]["state"]) == []
 
 
-def test_logprobs_can_be_recomputed_and_a_window_trained_several_times(trace_pair):
-    result = trace_pair[0]["recomputed"]
-    assert result["step"] == 6 * 2 * 2
-    assert result["figures"]["optimizer_steps"] == 4
-    assert "seconds/logprobs" in result["figures"]
-    # Recomputed under the weights at hand, so every window begins at ratio 1 and stays near it.
-    assert 0 <= result["figures"]["policy_kl"] < 0.1
+def test_recomputed_logprobs_are_those_of_the_weights_at_hand_and_recorded_ones_are_not(trace_pair):
+    recomputed, recorded = (trace_pair[0][key]["figures"] for key in ("recomputed", "recorded"))
+    assert abs(recomputed["policy_kl"]) < 1e-6
+    assert recomputed["clip_fraction"] == 0.0
+    assert recorded["policy_kl"] > 0.1
+    assert ("seconds/logprobs" in recomputed, "seconds/logprobs" in recorded) == (True, False)
+
+
+def test_a_window_can_be_trained_several_times_in_mini_batches(trace_pair):
+    result = trace_pair[0]["several"]
+    assert (result["step"], result["windows_done"], result["figures"]["optimizer_steps"]) == (4, 1, 4)
 
 
 def test_the_step_log_has_a_line_for_every_step(trace_pair):
