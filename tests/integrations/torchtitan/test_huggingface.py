@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from routepack.integrations.torchtitan.model import RegisteredModel, TinyQwen3MoE
 
@@ -58,3 +59,34 @@ def logprobs_of(model, tokens):
     logits = model(input_ids=ids).logits[0, :-1].float()
     chosen = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
     return np.concatenate([[0.0], chosen.numpy()])
+
+
+LAYOUTS = {
+    "EP blocks cut again": {"ep": 2},
+    "replicated": {"ep": 2, "data_parallel_replicate_degree": 2},
+    "inside experts": {"ep": 2, "tiny": {"num_experts": 2, "top_k": 1}},
+    "inside experts, without EP": {"ep": 1, "tiny": {"num_experts": 3}},
+}
+
+
+@pytest.mark.slow
+def test_four_ranks_read_what_they_wrote_in_every_layout_of_experts(launch_ranks, tmp_path):
+    checks = []
+    for number, (name, layout) in enumerate(LAYOUTS.items()):
+        folder = str(tmp_path / f"exported{number}")
+        checks.append((f"{name} out", "exports", {"folder": folder, "seed": None, **layout}))
+        seed = 5 if "tiny" not in layout else None
+        checks.append((name, "loads_huggingface", {"folder": folder, "seed": seed, **layout}))
+        checks.append((f"{name} memory", "takes_memory", layout))
+    results = launch_ranks(checks, 4, tmp_path / "launch")
+    for number, name in enumerate(LAYOUTS):
+        state = results[0][name]["state"]
+        exported = load_file(tmp_path / f"exported{number}" / "model-00001-of-00001.safetensors")
+        for expert, ours in enumerate(state["layers.1.moe.routed_experts.inner_experts.w2_EDF"]):
+            assert np.array_equal(ours, exported[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"]), name
+        for result in results[1:]:
+            assert all(np.array_equal(result[name]["state"][one], state[one]) for one in state), name
+        assert not np.array_equal(results[0][name]["before"]["lm_head.weight"], state["lm_head.weight"])
+        measured = [result[f"{name} memory"] for result in results]
+        for part in ("weights", "optimizer"):
+            assert getattr(measured[0]["estimate"], part) == max(one[part] for one in measured), (name, part)
