@@ -51,24 +51,26 @@ FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
 def file_input(kind):
     """A good file of that kind with bytes changed, cut off or put in; read, and imported as plain arrays."""
     path = FOLDER / f"routepack-fuzz-{os.getpid()}.{kind}"
-    good = good_file(kind, path)
+    good, members = good_file(kind, path), []
+    if kind == "npz":
+        with zipfile.ZipFile(path) as archive:
+            members = [(name, archive.read(name)) for name in archive.namelist()]
     load, model = formats.stack_module("arrays").load, ModelRouting(num_experts=16, top_k=2)
 
     def run(raw):
         data = atheris.FuzzedDataProvider(raw)
         COUNTS["inputs"] += 1
-        content = bytearray(good)
-        for _ in range(data.ConsumeIntInRange(1, 4)):
-            place, change = data.ConsumeIntInRange(0, len(content)), data.ConsumeIntInRange(0, 3)
-            if change == 0:
-                del content[place:]
-            elif change == 1:
-                content[place : place + 1] = data.ConsumeBytes(1)
-            elif change == 2:
-                content[place : place + 8] = data.ConsumeBytes(8)
-            else:
-                content[place:place] = data.ConsumeBytes(data.ConsumeIntInRange(0, 20))
-        path.write_bytes(content)
+        # Half of the archives are whole, with right checksums, and hold a spoiled array.
+        inside = data.ConsumeIntInRange(0, len(members) - 1) if members and data.ConsumeBool() else None
+        content = spoiled(bytearray(good if inside is None else members[inside][1]), data)
+        if inside is None:
+            path.write_bytes(content)
+        else:
+            with zipfile.ZipFile(
+                path, "w", (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)[data.ConsumeIntInRange(0, 1)]
+            ) as archive:
+                for number, (name, whole) in enumerate(members):
+                    archive.writestr(name, bytes(content) if number == inside else whole)
         finish(
             lambda: load(open_source(path), model, options=ImportOptions(policy="lenient", max_missing_share=1.0)),
             None,
@@ -77,6 +79,21 @@ def file_input(kind):
         )
 
     return run
+
+
+def spoiled(content, data):
+    """*content* with up to four changes: cut off, a byte or eight of them replaced, bytes put in."""
+    for _ in range(data.ConsumeIntInRange(1, 4)):
+        place, change = data.ConsumeIntInRange(0, len(content)), data.ConsumeIntInRange(0, 3)
+        if change == 0:
+            del content[place:]
+        elif change == 1:
+            content[place : place + 1] = data.ConsumeBytes(1)
+        elif change == 2:
+            content[place : place + 8] = data.ConsumeBytes(8)
+        else:
+            content[place:place] = data.ConsumeBytes(data.ConsumeIntInRange(0, 20))
+    return content
 
 
 def good_file(kind, path):
