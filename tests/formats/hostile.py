@@ -22,6 +22,11 @@ from routepack.formats import ImportOptions, ModelRouting
 
 EXPERTS = (2, 3, 16, 127, 128, 129, 256, 257, 300)
 SIGNED, UNSIGNED = (np.int8, np.int16, np.int32, np.int64), (np.uint8, np.uint16)
+FITTING = {
+    (experts, is_any): [dtype for dtype in (UNSIGNED if is_any else ()) + SIGNED if experts - 1 <= np.iinfo(dtype).max]
+    for experts in EXPERTS
+    for is_any in (False, True)
+}
 TAKES_UNSIGNED = ("vllm", "sglang", "prime-rl", "verifiers-nodes", "skyrl-padded", "skyrl-records", "arrays-npz")
 TURNS = ("vllm", "sglang", "slime", "miles", "nemo-rl-envelope", "prime-rl")
 COUNTS = collections.Counter()
@@ -264,8 +269,7 @@ def one_input(form):
                 np.zeros((0, window.model["num_layers"], window.model["top_k"]), int) if i is None else i for i in window.ids
             ]
             window.tokens = [len(ids) for ids in window.ids]
-        dtypes = UNSIGNED + SIGNED if form in TAKES_UNSIGNED else SIGNED
-        fits = [dtype for dtype in dtypes if window.num_experts - 1 <= np.iinfo(dtype).max]
+        fits = FITTING[window.num_experts, form in TAKES_UNSIGNED]
         window.dtype = fits[data.ConsumeIntInRange(0, len(fits) - 1)]
         if form in TURNS and not any(ids is None for ids in window.ids) and data.ConsumeIntInRange(0, 2) == 0:
             take_turns(window, data)
