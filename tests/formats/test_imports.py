@@ -310,12 +310,12 @@ def test_blocks_of_threads_judge_as_one(seed):
     ids[rng.integers(1, 40, 3)] = 0
     kept, whole, parts = np.array([0, 2, 3]), np.zeros(40, np.uint8), np.zeros(40, np.uint8)
     _kernels.judge_rows(ids, kept, 32, whole)
-    before, _kernels.WORTH_A_THREAD = _kernels.WORTH_A_THREAD, 16
+    before, _kernels.PIECE = _kernels.PIECE, 16
     try:
         out = np.empty((40, 3, 2), np.uint8)
         _kernels.judge_rows(ids, kept, 32, parts, out)
     finally:
-        _kernels.WORTH_A_THREAD = before
+        _kernels.PIECE = before
     assert np.array_equal(whole, parts)
     good = (whole & 0x0F) == 0
     assert np.array_equal(out[good], ids[good][:, kept])
