@@ -18,13 +18,11 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     A link stays one: what it leads to is replaced. Raises ConfigError where the folder does not exist, the disk is full, or
     *path* is no ordinary file. The block is to do nothing but write.
     """
+    target = _target(path)
     try:
-        target = Path(os.path.realpath(path))
-        _check_ordinary(path, target)
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot write {path}: {why}: choose a folder that exists.") from error
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}: choose a folder that exists.") from error
     os.close(handle)
     temporary = Path(name)
     try:
@@ -43,8 +41,14 @@ def is_folder(path: str | Path) -> bool:
     return os.path.isdir(path)
 
 
-def check_apart(out: str | Path, *sources: str | Path) -> None:
-    """Raise ConfigError where writing *out* would replace one of *sources*, or a file of one that is a folder."""
+def check_out(out: str | Path, *sources: str | Path) -> None:
+    """Raise ConfigError, before all work, where *out* cannot be written, or would replace one of *sources*.
+
+    Of a source that is a folder, it may be none of the files.
+    """
+    folder = _target(out).parent
+    if not is_folder(folder) or not os.access(folder, os.W_OK):
+        raise ConfigError(f"cannot write {out}: {folder} is no folder that can be written to: choose one that is.")
     for source in sources:
         # Of a folder, files of other kinds are not read.
         files = list(Path(source).glob(f"*{Path(out).suffix}")) if is_folder(source) else [source]
@@ -56,12 +60,18 @@ def _is_same(one: str | Path, other: str | Path) -> bool:
     return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
 
 
-def _check_ordinary(path: str | Path, target: Path) -> None:
+def _target(path: str | Path) -> Path:
+    """Where *path* leads."""
+    try:
+        target = Path(os.path.realpath(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write {str(path)!r}: {getattr(error, 'strerror', None) or error}.") from error
     if is_folder(target):
         raise ConfigError(f"cannot write {path}: it is a folder: name a file.")
     # A device would be gone, and what reads a pipe would wait for ever.
-    if target.exists() and not target.is_file():
+    if os.path.exists(target) and not os.path.isfile(target):
         raise ConfigError(f"cannot write {path}: it is a device or a pipe, no ordinary file: name another.")
+    return target
 
 
 def _flush(path: Path) -> None:
