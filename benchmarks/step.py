@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +28,9 @@ from step_windows import MAX_TOKENS, balanced, part, recorded, synthetic
 
 ARMS = ("baseline", "reroute", "pack", "joint", "balanced")
 EP = 2
-MODEL = {"dim": 256, "moe_hidden_dim": 768, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "vocab_size": 1024}
+MODEL = {"dim": 256, "moe_hidden_dim": 896, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "vocab_size": 1024}
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
-CALIBRATING = 30
+CALIBRATING = 40
 """Steps of the calibration, of other windows and sizes; they also warm up."""
 
 
@@ -199,14 +200,18 @@ class Bench:
         """A window of another size or make, under a plan of another kind, for every step."""
         rp = self.rp
         size = self.args.ranks * self.args.sequences * rng.choice([2, 3, 4, 5]) // 4
-        half = ("all", "short", "long")[number // 2 % 3]
-        batch = part(self.window(1000 + number, max(size, 8 * self.args.ranks)), half)
+        # Every part of a window under every kind of plan: what always went together could not be told apart.
+        kinds = list(product(("all", "short", "long"), ("identity", "placed", "random"), ("first fit", "balanced")))
+        if number % len(kinds) == 0:
+            self.order = rng.permutation(len(kinds))
+        which, placement, packing = kinds[self.order[number % len(kinds)]]
+        batch = part(self.window(1000 + number, max(size, 8 * self.args.ranks)), which)
         self.kept.append(np.argsort(rng.random((LAYERS, batch.num_experts)), axis=1))
-        rerouter = (rp.IdentityRerouter(), rp.ExpertRerouter(), self.Kept())[number % 3]
-        packer = (rp.FirstFitPacker, rp.AttentionAwarePacker)[number // 3 % 2]
+        rerouters = {"identity": rp.IdentityRerouter(), "placed": rp.ExpertRerouter(), "random": self.Kept()}
+        packer = {"first fit": rp.FirstFitPacker, "balanced": rp.AttentionAwarePacker}[packing]
         # Some steps have more microbatches than they need: that is what tells a microbatch's overhead.
-        fewest = min(1 + number % 4, batch.num_sequences // self.args.ranks)
-        return self.placed(batch, rerouter, packer, min_microbatches=fewest)
+        fewest = min(1 + int(rng.integers(4)), batch.num_sequences // self.args.ranks)
+        return self.placed(batch, rerouters[placement], packer, min_microbatches=fewest)
 
     def measure(self):
         """Every arm, round by round."""

@@ -1,4 +1,4 @@
-"""Windows to train on: lengths and expert popularity of `windows.py`, one token in twenty; or the recorded trace itself.
+"""Windows to train on: lengths and expert popularity of `windows.py`, one token in eight; or the recorded trace itself.
 
 A batch has routes that the trainer replays, so the experts' work is the recorded demand, row by row.
 """
@@ -12,9 +12,9 @@ import routepack as rp
 
 GROUP = 8
 """Rollouts of one prompt."""
-FULL_CAP, SHRINK = 16384, 20
-"""`windows.py` caps sequences at 16,384 tokens; a step on two cores has room for a twentieth of each."""
-MAX_TOKENS = 1024
+FULL_CAP, SHRINK = 16384, 8
+"""`windows.py` caps sequences at 16,384 tokens; a step on two cores has room for an eighth of each."""
+MAX_TOKENS = 2560
 """Of a microbatch. Three are then 84 % full: what M = ceil(tokens / cap) leaves on average."""
 
 

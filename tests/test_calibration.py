@@ -11,7 +11,14 @@ from routepack.steps import StepLoads, StepRecord
 from routepack.testing import synthetic_demand
 from routepack.types import SYNCS, Topology
 
-RATES = MeasuredCost(token_seconds=2e-4, pair_seconds=3e-7, expert_seconds=1e-5, microbatch_seconds=0.05, step_seconds=0.2)
+RATES = MeasuredCost(
+    token_seconds=2e-4,
+    pair_seconds=3e-7,
+    expert_seconds=1e-5,
+    microbatch_seconds=0.05,
+    step_seconds=0.2,
+    shared_token_seconds=1e-4,
+)
 
 
 def loads_of(rng, *, microbatches=None, ranks=4, groups=2):
@@ -53,7 +60,8 @@ def by_loops(loads, sync):
         busy = cells.max(axis=1).sum() + RATES.expert_seconds * loads.joined_rows_M.sum()
     else:
         busy = units.max(axis=1).sum() if sync == "microbatch" else units.sum(axis=0).max()
-    return busy + loads.num_microbatches * RATES.microbatch_seconds + RATES.step_seconds
+    shared = sum(sum(cells) / len(cells) for cells in loads.tokens_MW) * RATES.shared_token_seconds
+    return busy + shared + loads.num_microbatches * RATES.microbatch_seconds + RATES.step_seconds
 
 
 @pytest.mark.parametrize("sync", SYNCS)
@@ -75,6 +83,7 @@ def test_a_prediction_is_the_plans_value_and_the_overheads(sync):
     )
     plan = planner.plan(demand)
     overhead = RATES.step_seconds + plan.num_microbatches * RATES.microbatch_seconds
+    overhead += demand.length_S.sum() / topology.data_parallel_degree * RATES.shared_token_seconds
     predicted = RATES.predicted_seconds(StepLoads.planned(plan, demand), sync)
     assert predicted == pytest.approx(plan.value + overhead, rel=1e-9)
     assert plan.unit == "seconds"
@@ -86,6 +95,28 @@ def test_known_rates_are_found(sync):
     assert rates(found.cost_model) == pytest.approx(rates(RATES), rel=1e-6)
     assert found.error < 1e-9
     assert sum(found.shares.values()) == pytest.approx(1.0)
+
+
+def test_what_ranks_share_is_left_out_where_all_steps_are_balanced_alike():
+    records = []
+    for record in steps(40, "layer"):
+        loads = record.loads
+        even = {
+            name: np.broadcast_to(getattr(loads, name)[:, :1], (loads.num_microbatches, 4))
+            for name in ("tokens_MW", "pairs_MW")
+        }
+        loads = StepLoads(**even, rows_MG=loads.rows_MG, joined_rows_M=loads.joined_rows_M)
+        records.append(StepRecord(loads=loads, seconds=RATES.predicted_seconds(loads, "layer"), step=record.step))
+    found = fit(records, "layer")
+    assert found.cost_model.shared_token_seconds == 0.0
+    assert found.cost_model.token_seconds == pytest.approx(RATES.token_seconds + RATES.shared_token_seconds)
+    assert found.error < 1e-9
+
+
+def test_stragglers_that_leave_others_their_part_would_be_priced_too_high_without_it(monkeypatch):
+    monkeypatch.setattr(calibration, "SHARED_UNCERTAIN", -1.0)
+    with pytest.raises((AssertionError, TraceError)):
+        test_known_rates_are_found("step")
 
 
 @pytest.mark.parametrize("sync", SYNCS)

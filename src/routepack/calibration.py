@@ -2,7 +2,8 @@
 
 Letters: :mod:`routepack.types`; n steps. A step is taken to last
 
-    step_seconds + M * microbatch_seconds + (attention and expert terms, joined as ``sync`` says)
+    step_seconds + M * microbatch_seconds + tokens / W * shared_token_seconds
+        + (attention and expert terms, joined as ``sync`` says)
 
 where a cell's attention term is ``token_seconds * tokens + pair_seconds * pairs`` and a unit's expert term is
 ``expert_seconds * rows`` of its fullest EP rank. Whoever waits for whom follows from the rates, so the fit alternates: find
@@ -27,8 +28,9 @@ from routepack.types import SYNCS, RoutingDemand, Sync, Topology
 
 logger = logging.getLogger(__name__)
 
-TERMS = ("token_seconds", "pair_seconds", "expert_seconds", "microbatch_seconds", "step_seconds")
+TERMS = ("token_seconds", "pair_seconds", "expert_seconds", "microbatch_seconds", "step_seconds", "shared_token_seconds")
 """What is fitted, in this order."""
+SHARED = TERMS.index("shared_token_seconds")
 ROUNDS = 30
 """Alternations after which a fit ends even if the slowest cells still change."""
 OUTLIER = 3.0
@@ -37,6 +39,8 @@ SINGULAR = 1e-6
 """Directions in which normalised loads vary less than this, relative to the largest, cannot be told apart."""
 UNCERTAIN = 0.25
 """A term whose standard error is more than this share of a step is not known."""
+SHARED_UNCERTAIN = 0.1
+"""As UNCERTAIN, of what ranks share: steps that tell it less well are fitted without it."""
 FOLDS = 5
 TIE = 0.002
 """Errors that differ by less than this share of a step are equal."""
@@ -61,6 +65,9 @@ class MeasuredCost(CostModel):
     """Per microbatch, whatever is in it."""
     step_seconds: float = 0.0
     """Per step: the optimizer, and all else that does not depend on what is trained."""
+    shared_token_seconds: float = 0.0
+    """Per token of the mean rank, whichever rank has it: what ranks share, such as links, memory bandwidth or cores. A rank
+    that waits leaves its part to the others, so stragglers cost less than their own work says."""
 
     def __post_init__(self) -> None:
         for name in TERMS:
@@ -213,15 +220,23 @@ def _fitted(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(rates, their uncertainty, which terms were fitted)."""
     terms = _checked_terms(loads, seconds_n, sync)
-    theta, uncertainty = _solve(loads, seconds_n, sync, terms)
+    try:
+        shared = terms | (np.arange(len(TERMS)) == SHARED)
+        theta, uncertainty = _solve(loads, seconds_n, sync, shared)
+        _check_known(uncertainty, SHARED_UNCERTAIN)
+        return theta, uncertainty, shared
+    except TraceError:
+        # Where all steps are balanced alike, what ranks share goes together with what each does.
+        theta, uncertainty = _solve(loads, seconds_n, sync, terms)
     _check_known(uncertainty, uncertain)
     return theta, uncertainty, terms
 
 
 def _features(loads: StackedLoads, sync: Sync, theta: np.ndarray) -> np.ndarray:
-    """float64 [n, 5]: what multiplies each of TERMS in each step, the waiting being as the rates *theta* make it."""
+    """float64 [n, 6]: what multiplies each of TERMS in each step, the waiting being as the rates *theta* make it."""
     token, pair, row = theta[:3]
     tokens, pairs, rows = loads.tokens_nMGw, loads.pairs_nMGw, loads.rows_nMG
+    mean_tokens_n = tokens.mean(axis=(2, 3)).sum(axis=1)
     if sync == "layer":
         n, most = tokens.shape[:2]
         tokens, pairs = tokens.reshape(n, most, 1, -1), pairs.reshape(n, most, 1, -1)
@@ -236,19 +251,19 @@ def _features(loads: StackedLoads, sync: Sync, theta: np.ndarray) -> np.ndarray:
         else:
             group = np.broadcast_to(np.argmax(unit_nMG.sum(axis=1), axis=-1)[:, None, None], (*unit_nMG.shape[:2], 1))
         chosen = [np.take_along_axis(value, group, axis=-1).sum(axis=(1, 2)) for value in (tokens, pairs, rows)]
-    return np.stack([*chosen, loads.microbatches_n, np.ones(len(loads.microbatches_n))], axis=1)
+    return np.stack([*chosen, loads.microbatches_n, np.ones(len(loads.microbatches_n)), mean_tokens_n], axis=1)
 
 
 def _start(loads: StackedLoads, seconds_n: np.ndarray) -> np.ndarray:
     """Rates under which tokens, pairs and rows cost a third of a step each."""
     totals = [loads.tokens_nMGw.max(axis=(2, 3)).sum(), loads.pairs_nMGw.max(axis=(2, 3)).sum(), loads.joined_rows_n.sum()]
-    return np.array([seconds_n.sum() / 3 / total if total else 0.0 for total in totals] + [0.0, 0.0])
+    return np.array([seconds_n.sum() / 3 / total if total else 0.0 for total in totals] + [0.0, 0.0, 0.0])
 
 
 def _checked_terms(loads: StackedLoads, seconds_n: np.ndarray, sync: Sync) -> np.ndarray:
-    """bool [5]: the terms to fit. An overhead per microbatch needs steps with different numbers of them."""
+    """bool [6]: the terms to fit. An overhead per microbatch needs steps with different numbers of them."""
     features = _features(loads, sync, _start(loads, seconds_n))
-    terms = np.array([*(features[:, :3].max(axis=0) > 0), np.ptp(loads.microbatches_n) > 0, True])
+    terms = np.array([*(features[:, :3].max(axis=0) > 0), np.ptp(loads.microbatches_n) > 0, True, False])
     distinct = len(np.unique(features, axis=0))
     if distinct < terms.sum() + 1:
         raise TraceError(
@@ -293,7 +308,7 @@ def _weights(residual_n: np.ndarray) -> np.ndarray:
 def _uncertainty(
     design: np.ndarray, weight_n: np.ndarray, theta: np.ndarray, terms: np.ndarray, seconds_n: np.ndarray
 ) -> np.ndarray:
-    """float64 [5]: standard errors as shares of a step. Raises TraceError where loads go together."""
+    """float64 [6]: standard errors as shares of a step. Raises TraceError where loads go together."""
     scale = np.linalg.norm(design, axis=0)
     _, singular, directions = np.linalg.svd(design / scale, full_matrices=False)
     if singular[-1] < SINGULAR * singular[0]:
@@ -332,7 +347,7 @@ def _held_out_errors(records: Sequence[StepRecord], sync: Sync, terms: np.ndarra
             continue
         known = StackedLoads.of([loads[n] for n in rest.tolist()])
         # Without the few steps of another size there may be nothing left to tell an overhead per microbatch by.
-        told = terms & np.array([True, True, True, np.ptp(known.microbatches_n) > 0, True])
+        told = terms & np.array([True, True, True, np.ptp(known.microbatches_n) > 0, True, True])
         theta, _ = _solve(known, seconds_n[rest], sync, told)
         features = _features(StackedLoads.of([loads[n] for n in held.tolist()]), sync, theta)
         errors_n[held] = np.abs(features @ theta / seconds_n[held] - 1.0)
