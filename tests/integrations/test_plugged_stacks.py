@@ -131,14 +131,14 @@ def test_slime_s_manager(batch, monkeypatch):
     class Manager:
         _split_train_data_by_dp = method_of(path, "_split_train_data_by_dp", rollout.__dict__)
 
-    manager = Manager()
+    manager, split = Manager(), Manager._split_train_data_by_dp
     manager.args, manager.train_parallel_config = schedule_arguments()
     check_shards(manager._split_train_data_by_dp(training_data(batch, "slime")), batch)
     scope = switched_on("slime.md")
     scope["switch_on"](rollout, Manager)
     check_shards(manager._split_train_data_by_dp(training_data(batch, "slime")), batch)
     assert [planned.by_routing for planned in scope["hook"].schedules] == [True, True]
-    rollout.build_dp_schedule = own
+    rollout.build_dp_schedule, Manager._split_train_data_by_dp = own, split
     check_shards(manager._split_train_data_by_dp(training_data(batch, "slime")), batch)
     assert len(scope["hook"].schedules) == 2, "switched off"
 
