@@ -3,11 +3,13 @@
     python tests/fuzz/fuzz_importers.py vllm --seconds 120
     python tests/fuzz/fuzz_importers.py --list
 
-An input makes a small window, spoils rows of it, puts it into the stack's form, and then may replace any part of that form
-by something else: a number, a text, bytes, nested lists, a hostile shape, a deleted key. The import must end in a batch
-or in a RoutePackError. Of a batch, every row that counts must be a route (K different experts below E); unless the form
-itself was tampered with, it must be the row that was delivered at that place, and every good row that was delivered must
-count, but for those that the stack's convention takes for filler. The collector must count it just so.
+An input makes a small window of any dtype that the form takes, spoils rows of it, may deliver it in turns that overlap, differ
+or leave a gap, puts it into the stack's form, and then may replace any part of that form by something else: a number, a text,
+bytes, nested lists, a hostile shape, a deleted key. The import must end in a batch or in a RoutePackError. Of a batch, every
+row that counts must be a route (K different experts below E); unless the form itself was tampered with, it must be the row
+that was delivered at that place (of several, the one that the merge policy says), and every good row that was delivered must
+count, but for those that the stack's convention takes for filler. The collector must count it just so; a plain loop recounts
+every fourth batch. Only inputs that reach an importer are counted.
 
 Needs atheris (``pip install atheris``), which no other part of RoutePack does. Prints how many inputs ran and how they ended.
 """
