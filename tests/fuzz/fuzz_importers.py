@@ -123,7 +123,7 @@ def good_file(kind, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("form", nargs="?", choices=(*forms.NAMES, *FILES))
-    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--seconds", type=float, help="60, unless --runs says when to end")
     parser.add_argument("--runs", type=int, default=-1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--blind", action="store_true", help="Random inputs without coverage: several times as many a second.")
@@ -139,12 +139,11 @@ def main():
         one = hostile.one_input(arguments.form)
         target = lambda raw: one(atheris.FuzzedDataProvider(raw))  # noqa: E731
     start = time.monotonic()
+    seconds = arguments.seconds or (60.0 if arguments.runs < 0 else float("inf"))
 
     def until_time_is_up(raw):
         target(raw)
-        done = COUNTS["inputs"] == arguments.runs or (
-            COUNTS["inputs"] % 64 == 0 and time.monotonic() - start > arguments.seconds
-        )
+        done = COUNTS["inputs"] == arguments.runs or (COUNTS["inputs"] % 64 == 0 and time.monotonic() - start > seconds)
         if done:
             # libFuzzer leaves without Python's ordinary way out.
             print(json.dumps({"form": arguments.form, "seconds": round(time.monotonic() - start, 1), **COUNTS}), flush=True)
