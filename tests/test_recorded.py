@@ -97,3 +97,17 @@ def test_more_experts_than_any_model_has_are_refused():
         batch_of([1], [1], experts=10**6)
     with pytest.raises(TraceError, match="70000 experts; at most 65536"):
         RoutingDemand(tokens_SLE=np.zeros((1, 1, 70_000), np.uint16), length_S=[1], top_k=1)
+
+
+def test_a_selection_of_a_demand_is_that_of_its_sequences_in_their_order():
+    demand = RoutingDemand(
+        tokens_SLE=np.array([[[2, 0]], [[1, 1]], [[0, 4]]], np.uint16), length_S=np.array([2, 3, 4]), top_k=1,
+        group_S=np.array([7, 8, 9]), estimated_S=np.array([True, False, False]), name="window",
+    )  # fmt: skip
+    part = demand.select([2, 0])
+    assert part.tokens_SLE.tolist() == [[[0, 4]], [[2, 0]]]
+    assert part.length_S.tolist() == [4, 2]
+    assert part.group_S.tolist() == [9, 7]
+    assert part.estimated_S.tolist() == [False, True]
+    assert part.modality_S is None
+    assert part.name == "window"

@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from routepack.errors import ConfigError, TraceError
@@ -168,10 +169,10 @@ def test_an_older_file_survives_a_failed_write(tmp_path, monkeypatch):
     before = path.read_bytes()
 
     def fail(*args, **kwargs):
-        raise OSError("disk full")
+        raise SafetensorError("disk full")
 
     monkeypatch.setattr("routepack.trace.save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ConfigError, match=r"cannot write .* disk full"):
         save_trace(batch_of((4, 4)), path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["t.safetensors"]

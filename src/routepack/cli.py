@@ -15,7 +15,7 @@ from rich.table import Table
 
 from routepack.config import check_keys, load
 from routepack.errors import ConfigError, PlanError, RoutePackError
-from routepack.files import atomic_path
+from routepack.files import atomic_path, check_out
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -78,6 +78,7 @@ def plan(
     config = load(*split_layers(layers))
     planner = _planner(config)
     trace, out = _path(config, "trace"), _path(config, "out")
+    check_out(out, trace)
     made = planner.plan(load_window(trace))
     save_plan(made, out)
     if as_json:
@@ -136,6 +137,8 @@ def inspect_trace(
     """Look at recorded routing: hot experts, groups, prompts, coverage; and what planning would gain."""
     from routepack.inspect_command import inspect_command
 
+    if as_json is not None:
+        check_out(as_json, trace)
     figures = inspect_command(
         trace, console=Console(), ep=ep, dp=dp, max_tokens=max_tokens, sync=sync, model=model, device=device,
         num_proposals=proposals, by=by, prompt_share=prompt_share,
@@ -158,6 +161,7 @@ def report(
     from routepack.report import write_report
     from routepack.trace import load_plan, load_window
 
+    check_out(out, plan, *([] if trace is None else [trace]))
     window = None if trace is None else load_window(trace)
     write_report(load_plan(plan), out, window, plan_name=plan.name, trace_name="" if trace is None else trace.name)
     typer.echo(f"{out}: {out.stat().st_size / 1e3:.0f} KB, open it in a browser.")
@@ -182,6 +186,7 @@ def calibrate(
 
     if sync not in SYNCS:
         raise ConfigError(f"--sync {sync!r} is unknown: choose {', '.join(SYNCS)}.")
+    check_out(out, *logs)
     records = load_steps(logs)
     if not records:
         raise ConfigError(f"{', '.join(map(str, logs))}: no step is logged: train with trainer.step_log set.")
@@ -235,19 +240,20 @@ def calibration_table(fits: Any) -> Table:
 
 @app.command()
 def check(layers: Layers) -> None:
-    """Resolve a config and build every component, without running anything."""
+    """Resolve a config and build every component, without running anything; for training also what memory a rank takes."""
     from omegaconf import OmegaConf
 
     config = load(*split_layers(layers))
     # A value that is still ??? does not count as present, but its key does.
     if "trace" in config.keys():  # noqa: SIM118
         _planner(config)
+        said = ""
     else:
         from routepack.integrations.torchtitan.launch import check as check_training
 
-        check_training(config)
+        said = f"{check_training(config)}\n"
     typer.echo(OmegaConf.to_yaml(config).rstrip())
-    typer.echo("ok", err=True)
+    typer.echo(f"{said}ok", err=True)
 
 
 @app.command()

@@ -15,11 +15,12 @@ from routepack.errors import ConfigError
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """A temporary path beside *path*, renamed to it when the block ends well and removed when it does not.
 
-    Raises ConfigError where the folder does not exist or cannot be written.
+    A link stays one: what it leads to is replaced. Raises ConfigError where the folder does not exist, the disk is full, or
+    *path* is no ordinary file. The block is to do nothing but write.
     """
-    path = Path(path)
+    target = _target(path)
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}: choose a folder that exists.") from error
     os.close(handle)
@@ -28,11 +29,49 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         yield temporary
         _flush(temporary)
         temporary.chmod(0o666 & ~_umask())
-        temporary.replace(path)
-    except IsADirectoryError as error:
-        raise ConfigError(f"cannot write {path}: it is a folder: name a file.") from error
+        temporary.replace(target)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}: choose another place.") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether *path* is a folder; False for what cannot even be looked up, which opening it will explain."""
+    return os.path.isdir(path)
+
+
+def check_out(out: str | Path, *sources: str | Path) -> None:
+    """Raise ConfigError, before all work, where *out* cannot be written, or would replace one of *sources*.
+
+    Of a source that is a folder, it may be none of the files.
+    """
+    folder = _target(out).parent
+    if not is_folder(folder) or not os.access(folder, os.W_OK):
+        raise ConfigError(f"cannot write {out}: {folder} is no folder that can be written to: choose one that is.")
+    for source in sources:
+        # Of a folder, files of other kinds are not read.
+        files = list(Path(source).glob(f"*{Path(out).suffix}")) if is_folder(source) else [source]
+        if any(_is_same(out, file) for file in files):
+            raise ConfigError(f"cannot write {out}: it would replace what it is made from: name another file.")
+
+
+def _is_same(one: str | Path, other: str | Path) -> bool:
+    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
+
+
+def _target(path: str | Path) -> Path:
+    """Where *path* leads."""
+    try:
+        target = Path(os.path.realpath(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write {str(path)!r}: {getattr(error, 'strerror', None) or error}.") from error
+    if is_folder(target):
+        raise ConfigError(f"cannot write {path}: it is a folder: name a file.")
+    # A device would be gone, and what reads a pipe would wait for ever.
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise ConfigError(f"cannot write {path}: it is a device or a pipe, no ordinary file: name another.")
+    return target
 
 
 def _flush(path: Path) -> None:

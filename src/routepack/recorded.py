@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -157,7 +157,7 @@ def _check_rollout_batch(batch: RolloutBatch) -> None:
 
 def _check_rows(batch: RolloutBatch) -> None:
     rows_S, tokens_S = np.diff(batch.cu_seqlens), batch.num_tokens_S
-    _check_lengths(tokens_S)
+    check_lengths(tokens_S)
     wrong = np.flatnonzero((rows_S != tokens_S) & (rows_S != tokens_S - 1) & (rows_S != 0))
     if len(wrong):
         s = int(wrong[0])
@@ -225,6 +225,17 @@ class RoutingDemand:
         """int64 [L, E]: the window's routed rows of each expert."""
         return self.tokens_SLE.sum(axis=0, dtype=np.int64)
 
+    def select(self, sequences: Sequence[int] | np.ndarray) -> RoutingDemand:
+        """The demand of some sequences, by number, in that order."""
+        sequences = np.asarray(sequences, dtype=np.int64)
+        optional = {name: getattr(self, name) for name in ("group_S", "modality_S", "estimated_S")}
+        return replace(
+            self,
+            tokens_SLE=self.tokens_SLE[sequences],
+            length_S=self.length_S[sequences],
+            **{name: None if value is None else value[sequences] for name, value in optional.items()},
+        )
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of counts, lengths and modalities: what ties a plan to the window it was made for."""
@@ -260,7 +271,7 @@ def _check_demand(demand: RoutingDemand) -> None:
             raise TraceError(f"{name} has {len(value)} entries; tokens_SLE needs {size}.")
     if len(np.unique(demand.layer_ids_L)) != layers:
         raise TraceError(f"layer_ids={demand.layer_ids_L.tolist()} must be unique.")
-    _check_lengths(demand.length_S)
+    check_lengths(demand.length_S)
     _check_conservation(demand)
 
 
@@ -287,7 +298,8 @@ def _check_conservation(demand: RoutingDemand) -> None:
         )
 
 
-def _check_lengths(length_S: np.ndarray) -> None:
+def check_lengths(length_S: np.ndarray) -> None:
+    """Raise TraceError, naming the first such sequence, unless each has 1 .. MOST tokens."""
     wrong = np.flatnonzero((length_S < 1) | (length_S > MOST))
     if len(wrong):
         s = int(wrong[0])

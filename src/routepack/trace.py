@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from safetensors.numpy import save_file
 
 from routepack.arrays import joined
 from routepack.checks import instance
-from routepack.errors import RoutePackError, TraceError
-from routepack.files import atomic_path
+from routepack.errors import ConfigError, RoutePackError, TraceError
+from routepack.files import atomic_path, is_folder
 from routepack.recorded import TRACE_TENSORS
 from routepack.types import (
     Certificate,
@@ -40,7 +41,7 @@ _DTYPES = {
 
 def load_window(path: str | Path) -> RolloutBatch | RoutingDemand:
     """Read a trace or a demand file, whichever *path* is."""
-    if Path(path).is_dir():
+    if is_folder(path):
         return load_trace(path)
     metadata, tensors = read_tensors(path)
     if metadata.get("format") == DEMAND:
@@ -54,12 +55,37 @@ def load_trace(path: str | Path) -> RolloutBatch:
 
     Raises TraceError for a file that is missing, truncated, of another format or contradicts itself.
     """
-    if not Path(path).is_dir():
+    if not is_folder(path):
         return _trace(path, *read_tensors(path))
     shards = sorted(Path(path).glob("*.safetensors"))
     if not shards:
         raise TraceError(f"{path} holds no .safetensors files: name a trace file or a folder of shards.")
     return concatenate([load_trace(shard) for shard in shards])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TraceHeader:
+    """What a trace file says of itself; see :class:`~routepack.RolloutBatch`."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    layer_ids_L: np.ndarray
+
+
+def trace_header(path: str | Path) -> TraceHeader:
+    """The sizes of a ``routepack.trace/1`` file; no recorded id is read. Raises TraceError as :func:`load_trace` does."""
+    metadata, tensors = read_tensors(path)
+    _expect(path, metadata, TRACE)
+    ids = tensors.get("routed_experts")
+    if ids is None or ids.ndim != 3:
+        raise TraceError(f"{path} has no tensor 'routed_experts' of shape [rows, layers, top_k].")
+    return TraceHeader(
+        num_layers=ids.shape[1],
+        num_experts=_number(path, metadata, "num_experts"),
+        top_k=ids.shape[2],
+        layer_ids_L=_layer_ids(tensors, "routed_experts"),
+    )
 
 
 def save_trace(batch: RolloutBatch, path: str | Path, **metadata: str) -> None:
@@ -280,7 +306,7 @@ def _number(path: str | Path, metadata: dict[str, str], name: str) -> int:
 
 def read_tensors(path: str | Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
     """Metadata and memory-mapped tensors. safetensors checks the header and the file's size; we map the bytes."""
-    if Path(path).is_dir():
+    if is_folder(path):
         raise TraceError(f"{path} is a folder: name a file.")
     try:
         with safe_open(path, framework="np") as file:
@@ -288,8 +314,8 @@ def read_tensors(path: str | Path) -> tuple[dict[str, str], dict[str, np.ndarray
         with Path(path).open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
-    except OSError as error:
-        raise TraceError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     except SafetensorError as error:
         raise TraceError(f"{path} is not a whole safetensors file ({error}): it may be truncated; write it again.") from error
     header.pop("__metadata__", None)
@@ -309,4 +335,7 @@ def _map(path: str | Path, name: str, entry: dict[str, Any], start: int) -> np.n
 def _write(path: str | Path, tensors: Mapping[str, np.ndarray | None], metadata: Mapping[str, str]) -> None:
     arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items() if array is not None}
     with atomic_path(path) as temporary:
-        save_file(arrays, temporary, metadata=dict(metadata))
+        try:
+            save_file(arrays, temporary, metadata=dict(metadata))
+        except SafetensorError as error:
+            raise ConfigError(f"cannot write {path}: {error}: choose another place.") from error

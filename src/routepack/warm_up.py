@@ -51,8 +51,7 @@ def _shortest(planner: Any, demand: RoutingDemand) -> RoutingDemand | None:
     largest = int(demand.tokens_SLE.reshape(demand.num_sequences, -1).max(axis=1).argmax())
     order_S = np.argsort(demand.length_S, kind="stable")
     kept_S = np.sort(np.append(order_S[order_S != largest][: wanted - 1], largest))
-    tokens_SLE = demand.tokens_SLE[kept_S]
+    kept = replace(demand, group_S=None, modality_S=None, estimated_S=None).select(kept_S)
     # Kernels are compiled once more for what they must not write to.
-    tokens_SLE.flags.writeable = demand.tokens_SLE.flags.writeable
-    tags: dict[str, Any] = dict.fromkeys(("group_S", "modality_S", "estimated_S"))
-    return replace(demand, tokens_SLE=tokens_SLE, length_S=demand.length_S[kept_S], **tags)
+    kept.tokens_SLE.flags.writeable = demand.tokens_SLE.flags.writeable
+    return kept

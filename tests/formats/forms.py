@@ -69,8 +69,9 @@ def _sglang(ids, tokens, window):
         meta = {"prompt_tokens": min(PROMPT, n), "completion_tokens": n - min(PROMPT, n)}
         extra = {"routed_experts_start_len": start} if start else {}
         if one is not None:
-            wide = np.asarray(one).astype(np.int32)
-            meta |= {"routed_experts": encoded(wide)}
+            is_named = one.dtype.kind == "u"
+            meta |= {"routed_experts": encoded(one if is_named else one.astype(np.int32))}
+            extra |= {"routed_experts_dtype": one.dtype.name} if is_named else {}
         return {"meta_info": meta | extra}
 
     if window.turns:

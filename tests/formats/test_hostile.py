@@ -31,6 +31,9 @@ class Choices:
     def ConsumeIntInRange(self, least, most):
         return self.data.draw(st.integers(least, most))
 
+    def ConsumeBool(self):
+        return self.data.draw(st.booleans())
+
     def ConsumeInt(self, num_bytes):
         return self.data.draw(st.integers(-(2 ** (8 * num_bytes - 1)), 2 ** (8 * num_bytes - 1) - 1))
 

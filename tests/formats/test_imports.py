@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from routepack import formats
 from routepack.errors import ConfigError, TraceError
 from routepack.formats import ImportOptions, ModelRouting
-from routepack.formats.payloads import encoded
+from routepack.formats.payloads import _ids, encoded
 
 ROOT = Path(__file__).parents[2]
 MODEL = ModelRouting(num_experts=32, top_k=2, num_layers=4)
@@ -310,43 +310,49 @@ def test_blocks_of_threads_judge_as_one(seed):
     ids[rng.integers(1, 40, 3)] = 0
     kept, whole, parts = np.array([0, 2, 3]), np.zeros(40, np.uint8), np.zeros(40, np.uint8)
     _kernels.judge_rows(ids, kept, 32, whole)
-    before, _kernels.WORTH_A_THREAD = _kernels.WORTH_A_THREAD, 16
+    before, _kernels.PIECE = _kernels.PIECE, 16
     try:
         out = np.empty((40, 3, 2), np.uint8)
         _kernels.judge_rows(ids, kept, 32, parts, out)
     finally:
-        _kernels.WORTH_A_THREAD = before
+        _kernels.PIECE = before
     assert np.array_equal(whole, parts)
     good = (whole & 0x0F) == 0
     assert np.array_equal(out[good], ids[good][:, kept])
 
 
-@given(
-    st.integers(0, 30_000), st.integers(0, 2**32 - 1), st.sampled_from(["int32", "uint8", "int16", "int64"]), st.booleans(),
-    st.sampled_from([None, 0, 1000, -1, -2, -6]),
-)  # fmt: skip
-def test_long_base64_is_decoded_as_python_does_or_refused(size, seed, dtype, is_wide, spoiled):
-    from routepack.formats import long_text
-    from routepack.formats.payloads import _ids
+@pytest.fixture(scope="module")
+def long_text():
+    """The decoder of long texts, in small blocks and for texts of any length."""
+    from routepack.formats import long_text, payloads
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_text, "BLOCK", 4096)
+        patch.setattr(payloads, "LONG_TEXT", 1)
+        yield long_text
+
+
+@given(
+    st.integers(0, 7000), st.integers(0, 2**32 - 1), st.sampled_from(["int32", "uint8", "int16", "int64"]), st.booleans(),
+)  # fmt: skip
+def test_long_base64_is_decoded_as_python_does(long_text, size, seed, dtype, is_wide):
     rng = np.random.default_rng(seed)
-    ids = rng.integers(-1 if dtype[0] == "i" else 0, 40_000 if is_wide and dtype in ("int32", "int64") else 100, size).astype(
-        dtype
-    )
+    most = 40_000 if is_wide and dtype in ("int32", "int64") else 100
+    ids = rng.integers(-1 if dtype[0] == "i" else 0, most, size).astype(dtype)
     text = encoded(ids)
-    before, long_text.BLOCK = long_text.BLOCK, 4096
-    try:
-        if spoiled is None:
-            assert np.array_equal(_ids(text, dtype, "here"), ids)
-        elif len(text) > 1006:
-            for wrong in ("-", "=", "é", "\n"):
-                place = spoiled % len(text)
-                spoilt = text[:place] + wrong + text[place + 1 :]
-                if spoilt != text and (wrong != "=" or place < len(text) - 2):
-                    with pytest.raises(TraceError, match="no base64 text"):
-                        _ids(spoilt, dtype, "here")
-    finally:
-        long_text.BLOCK = before
+    found = long_text.long_base64(text, np.dtype(dtype))
+    assert (found is None) == (len(text) <= 16)
+    assert found is None or np.array_equal(found, ids)
+    assert np.array_equal(_ids(text, dtype, "here"), ids)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(100, 7000), st.sampled_from("-=é\n _.\x7f\0"))
+def test_long_text_that_is_no_base64_is_refused(long_text, seed, size, wrong):
+    rng = np.random.default_rng(seed)
+    text = encoded(rng.integers(0, 2**15, size).astype(np.int16))
+    place = int(rng.integers(0, len(text) - 2))
+    with pytest.raises(TraceError, match="no base64 text"):
+        _ids(text[:place] + wrong + text[place + 1 :], "int16", "here")
 
 
 MEMORY = """

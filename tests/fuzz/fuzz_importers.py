@@ -3,11 +3,13 @@
     python tests/fuzz/fuzz_importers.py vllm --seconds 120
     python tests/fuzz/fuzz_importers.py --list
 
-An input makes a small window, spoils rows of it, puts it into the stack's form, and then may replace any part of that form
-by something else: a number, a text, bytes, nested lists, a hostile shape, a deleted key. The import must end in a batch
-or in a RoutePackError. Of a batch, every row that counts must be a route (K different experts below E); unless the form
-itself was tampered with, it must be the row that was delivered at that place, and every good row that was delivered must
-count, but for those that the stack's convention takes for filler. The collector must count it just so.
+An input makes a small window of any dtype that the form takes, spoils rows of it, may deliver it in turns that overlap, differ
+or leave a gap, puts it into the stack's form, and then may replace any part of that form by something else: a number, a text,
+bytes, nested lists, a hostile shape, a deleted key. The import must end in a batch or in a RoutePackError. Of a batch, every
+row that counts must be a route (K different experts below E); unless the form itself was tampered with, it must be the row
+that was delivered at that place (of several, the one that the merge policy says), and every good row that was delivered must
+count, but for those that the stack's convention takes for filler. The collector must count it just so; a plain loop recounts
+every fourth batch. Only inputs that reach an importer are counted.
 
 Needs atheris (``pip install atheris``), which no other part of RoutePack does. Prints how many inputs ran and how they ended.
 """
@@ -51,24 +53,26 @@ FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
 def file_input(kind):
     """A good file of that kind with bytes changed, cut off or put in; read, and imported as plain arrays."""
     path = FOLDER / f"routepack-fuzz-{os.getpid()}.{kind}"
-    good = good_file(kind, path)
+    good, members = good_file(kind, path), []
+    if kind == "npz":
+        with zipfile.ZipFile(path) as archive:
+            members = [(name, archive.read(name)) for name in archive.namelist()]
     load, model = formats.stack_module("arrays").load, ModelRouting(num_experts=16, top_k=2)
 
     def run(raw):
         data = atheris.FuzzedDataProvider(raw)
         COUNTS["inputs"] += 1
-        content = bytearray(good)
-        for _ in range(data.ConsumeIntInRange(1, 4)):
-            place, change = data.ConsumeIntInRange(0, len(content)), data.ConsumeIntInRange(0, 3)
-            if change == 0:
-                del content[place:]
-            elif change == 1:
-                content[place : place + 1] = data.ConsumeBytes(1)
-            elif change == 2:
-                content[place : place + 8] = data.ConsumeBytes(8)
-            else:
-                content[place:place] = data.ConsumeBytes(data.ConsumeIntInRange(0, 20))
-        path.write_bytes(content)
+        # Half of the archives are whole, with right checksums, and hold a spoiled array.
+        inside = data.ConsumeIntInRange(0, len(members) - 1) if members and data.ConsumeBool() else None
+        content = spoiled(bytearray(good if inside is None else members[inside][1]), data)
+        if inside is None:
+            path.write_bytes(content)
+        else:
+            with zipfile.ZipFile(
+                path, "w", (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)[data.ConsumeIntInRange(0, 1)]
+            ) as archive:
+                for number, (name, whole) in enumerate(members):
+                    archive.writestr(name, bytes(content) if number == inside else whole)
         finish(
             lambda: load(open_source(path), model, options=ImportOptions(policy="lenient", max_missing_share=1.0)),
             None,
@@ -77,6 +81,21 @@ def file_input(kind):
         )
 
     return run
+
+
+def spoiled(content, data):
+    """*content* with up to four changes: cut off, a byte or eight of them replaced, bytes put in."""
+    for _ in range(data.ConsumeIntInRange(1, 4)):
+        place, change = data.ConsumeIntInRange(0, len(content)), data.ConsumeIntInRange(0, 3)
+        if change == 0:
+            del content[place:]
+        elif change == 1:
+            content[place : place + 1] = data.ConsumeBytes(1)
+        elif change == 2:
+            content[place : place + 8] = data.ConsumeBytes(8)
+        else:
+            content[place:place] = data.ConsumeBytes(data.ConsumeIntInRange(0, 20))
+    return content
 
 
 def good_file(kind, path):
@@ -104,7 +123,7 @@ def good_file(kind, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("form", nargs="?", choices=(*forms.NAMES, *FILES))
-    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--seconds", type=float, help="60, unless --runs says when to end")
     parser.add_argument("--runs", type=int, default=-1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--blind", action="store_true", help="Random inputs without coverage: several times as many a second.")
@@ -120,12 +139,11 @@ def main():
         one = hostile.one_input(arguments.form)
         target = lambda raw: one(atheris.FuzzedDataProvider(raw))  # noqa: E731
     start = time.monotonic()
+    seconds = arguments.seconds or (60.0 if arguments.runs < 0 else float("inf"))
 
     def until_time_is_up(raw):
         target(raw)
-        done = COUNTS["inputs"] == arguments.runs or (
-            COUNTS["inputs"] % 64 == 0 and time.monotonic() - start > arguments.seconds
-        )
+        done = COUNTS["inputs"] == arguments.runs or (COUNTS["inputs"] % 64 == 0 and time.monotonic() - start > seconds)
         if done:
             # libFuzzer leaves without Python's ordinary way out.
             print(json.dumps({"form": arguments.form, "seconds": round(time.monotonic() - start, 1), **COUNTS}), flush=True)

@@ -181,6 +181,7 @@ def test_a_draft_layer_that_shares_a_number_is_refused(model):
 
 
 def test_an_orphan_of_a_model_built_twice_is_refused(model):
+    """verl#7340."""
     with pytest.raises(ConfigError, match="layer 3 is no module of this model"):
         live_of(model, routers={1: model.layers["1"].router, 3: Model().layers["3"].router})
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import routepack as rp
 from routepack.errors import InfeasibleError, TraceError
-from routepack.integrations.schedule import DUMMY, Hook, part_of, schedule
+from routepack.integrations.schedule import DUMMY, Hook, schedule
 from routepack.testing import synthetic_batch, synthetic_demand
 
 quick = rp.Planner(
@@ -166,11 +166,3 @@ def test_a_hook_says_that_it_packs_by_length_alone(caplog):
     with caplog.at_level("INFO", logger="routepack.integrations.schedule"):
         OneStep(planner=quick)([3, 4])
     assert "by length alone" in caplog.text
-
-
-def test_a_part_of_a_demand_is_that_of_its_sequences():
-    demand = synthetic_demand(num_sequences=6, max_length=32)
-    part = part_of(demand, [4, 1])
-    assert np.array_equal(part.tokens_SLE, demand.tokens_SLE[[4, 1]])
-    assert part.length_S.tolist() == demand.length_S[[4, 1]].tolist()
-    assert part_of(None, [1]) is None

@@ -17,7 +17,7 @@ from routepack.errors import ConfigError, TraceError
 from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of, sequence_records
-from routepack.formats.fields import flat_array, records_of, token_array, value_of
+from routepack.formats.fields import flat_array, records_of, value_of, whole_numbers
 from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import checked_ids, decoded
 from routepack.formats.routing import ModelRouting
@@ -41,8 +41,8 @@ def load(source: Iterable[Any], model: ModelRouting, *, options: ImportOptions =
     assembler = Assembler(model, CONVENTION, options)
     for number, record in enumerate(records_of(source, "areal")):
         where = f"areal, response {number}"
-        prompt = token_array(value_of(record, "input_tokens"), f"{where}: input_tokens")
-        output = token_array(value_of(record, "output_tokens"), f"{where}: output_tokens")
+        prompt = whole_numbers(value_of(record, "input_tokens"), f"{where}: input_tokens")
+        output = whole_numbers(value_of(record, "output_tokens"), f"{where}: output_tokens")
         token_ids = np.concatenate([prompt, output])
         value = value_of(record, "routed_experts")
         if value is None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from routepack.files import check_out
 from routepack.formats.importing import Imported
 from routepack.formats.routing import ModelRouting
 from routepack.formats.sources import open_source
@@ -36,6 +37,7 @@ def convert(
     **options: Any,
 ) -> Imported:
     """Write *source* to *destination* as ``routepack.trace/1``; a file there is replaced only once all is well."""
+    check_out(destination, source)
     imported = read(stack, source, model, progress=progress, **options)
     extra = {} if model.num_layers is None else {"num_layers": str(model.num_layers)}
     save_trace(imported.batch, destination, **extra)

@@ -37,12 +37,18 @@ def whole_of(record: Any, name: str, where: str, default: int | None = None) -> 
     return whole(f"{where}: {name}", value, least=0, error=TraceError)
 
 
-def token_array(value: Any, name: str) -> np.ndarray:
-    """Token ids as int64 [n]."""
+def whole_numbers(value: Any, name: str) -> np.ndarray:
+    """A flat array of whole numbers as int64 [n]."""
     array = flat_array(value, name)
     if array.size and (array.dtype.kind not in "iu" or int(array.max()) >= 2**63):
-        raise TraceError(f"{name} has dtype {array.dtype}; token ids are whole numbers.")
+        raise TraceError(f"{name} has dtype {array.dtype}; whole numbers are needed.")
     return array.astype(np.int64, copy=False)
+
+
+def joined_tokens(parts: Mapping[str, Any], where: str) -> np.ndarray | None:
+    """Token ids that came in *parts*, int64 [n], one after another; None where every part is None."""
+    given = [whole_numbers(value, f"{where}: {name}") for name, value in parts.items() if value is not None]
+    return np.concatenate(given) if given else None
 
 
 def flat_array(value: Any, name: str) -> np.ndarray:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import binascii
 import ctypes
-import os
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from routepack.formats.cores import on_all_cores
+
 LONG_TEXT = 1 << 16
 """Characters from which on this is worth it."""
-BLOCK = 1 << 19
-"""Characters decoded at once: whole ids of every width, since 32 characters are 24 bytes."""
+BLOCK = 1 << 18
+"""Characters decoded at once, which fit a core's cache: whole ids of every width, since 32 characters are 24 bytes."""
+STEP = 16
+"""Characters that the kernel decodes together."""
 
 
 def long_base64(text: str, dtype: np.dtype) -> np.ndarray | None:
@@ -21,45 +23,44 @@ def long_base64(text: str, dtype: np.dtype) -> np.ndarray | None:
     Four-byte ids that become one-byte ones are never all in memory, so that an import peaks at about its result.
     """
     characters = _characters(text)
-    if characters is None or len(characters) % 4:
+    if characters is None or len(characters) % 4 or len(characters) <= STEP:
         return None
+    # The end, which may be padded, is Python's to judge.
+    body = (len(characters) - 1) // STEP * STEP
     try:
-        tail = binascii.a2b_base64(characters[-4:].tobytes(), strict_mode=True)
+        tail = binascii.a2b_base64(characters[body:].tobytes(), strict_mode=True)
     except binascii.Error:
         return None
-    size = len(characters) // 4 * 3 - 3 + len(tail)
-    if size % dtype.itemsize:
+    if (body // 4 * 3 + len(tail)) % dtype.itemsize:
         return None
     narrow = np.dtype(np.int16) if dtype.itemsize > 2 else dtype
-    ids = _decoded(characters, tail, size, dtype, narrow)
+    ids = _decoded(characters[:body], tail, dtype, narrow)
     # Wider ids than int16 holds: a model of more than 32,768 experts, or ids that are none.
-    return _decoded(characters, tail, size, dtype, dtype) if ids is not None and not len(ids) and size else ids
+    return _decoded(characters[:body], tail, dtype, dtype) if ids is not None and not len(ids) else ids
 
 
-def _decoded(characters: np.ndarray, tail: bytes, size: int, dtype: np.dtype, target: np.dtype) -> np.ndarray | None:
+def _decoded(characters: np.ndarray, tail: bytes, dtype: np.dtype, target: np.dtype) -> np.ndarray | None:
     """Block by block; None for other characters than base64's, an empty array where *target* is too narrow."""
     # The compiled kernel costs half a second to load, which `import routepack` should not.
     from routepack.formats._kernels import decode_groups
 
-    ids = np.empty(size // dtype.itemsize, dtype=target)
+    ids = np.empty((len(characters) // 4 * 3 + len(tail)) // dtype.itemsize, dtype=target)
+    problems = set()
+    starts = range(0, len(characters), BLOCK)
 
-    def block(start: int) -> str:
-        text = characters[start : start + BLOCK]
-        is_last = start + BLOCK >= len(characters)
-        text = text[:-4] if is_last else text
-        data = np.empty(len(text) // 4 * 3 + (len(tail) if is_last else 0), dtype=np.uint8)
+    def block(number: int) -> None:
+        text = characters[starts[number] : starts[number] + BLOCK]
+        data = np.empty(len(text) // 4 * 3, dtype=np.uint8)
         if not decode_groups(text, data):
-            return "other text"
-        if is_last:
-            data[len(data) - len(tail) :] = np.frombuffer(tail, dtype=np.uint8)
-        some, first = data.view(dtype), start // 4 * 3 // dtype.itemsize
-        if target != dtype and len(some) and not _fits(some, target):
-            return "too narrow"
+            problems.add("other text")
+        if number == len(starts) - 1:
+            data = np.concatenate([data, np.frombuffer(tail, dtype=np.uint8)])
+        some, first = data.view(dtype), starts[number] // 4 * 3 // dtype.itemsize
+        if target != dtype and not _fits(some, target):
+            problems.add("too narrow")
         ids[first : first + len(some)] = some
-        return ""
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        problems = set(pool.map(block, range(0, len(characters), BLOCK)))
+    on_all_cores(block, len(starts))
     if "other text" in problems:
         return None
     return ids[:0] if "too narrow" in problems else ids

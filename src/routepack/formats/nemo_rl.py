@@ -16,7 +16,7 @@ from routepack.errors import TraceError
 from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of, sequence_records
-from routepack.formats.fields import records_of, token_array, value_of, whole_of
+from routepack.formats.fields import joined_tokens, records_of, value_of, whole_numbers, whole_of
 from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import decoded, envelope
 from routepack.formats.routing import ModelRouting
@@ -55,7 +55,7 @@ def _add_padded(assembler: Assembler, source: Mapping[str, Any]) -> None:
         if token_ids.shape != ids.shape[:2]:
             raise TraceError(f"nemo-rl: input_ids has shape {token_ids.shape}; {ids.shape[:2]} is needed.")
     for b, n in enumerate(lengths.tolist()):
-        fields = {} if token_ids is None else {"token_ids": token_array(token_ids[b, :n], "nemo-rl: input_ids")}
+        fields = {} if token_ids is None else {"token_ids": whole_numbers(token_ids[b, :n], "nemo-rl: input_ids")}
         segments = [Segment(ids_TLK=ids[b, : n - 1])] if n > 1 else []
         assembler.add(RecordedSequence(num_tokens=n, segments=segments, token_fields=fields))
 
@@ -78,14 +78,10 @@ def _add_messages(assembler: Assembler, record: Any, where: str) -> None:
 
 
 def _tokens(message: Any, where: str) -> tuple[np.ndarray | None, int]:
-    names = ("prompt_token_ids", "generation_token_ids")
-    parts = [token_array(value_of(message, name), f"{where}: {name}") for name in names if value_of(message, name) is not None]
-    if not parts and value_of(message, "token_ids") is not None:
-        parts = [token_array(value_of(message, "token_ids"), f"{where}: token_ids")]
-    if parts:
-        token_ids = np.concatenate(parts)
-        return token_ids, len(token_ids)
-    return None, whole_of(message, "num_tokens", where)
+    token_ids = joined_tokens({name: value_of(message, name) for name in ("prompt_token_ids", "generation_token_ids")}, where)
+    if token_ids is None:
+        token_ids = joined_tokens({"token_ids": value_of(message, "token_ids")}, where)
+    return token_ids, whole_of(message, "num_tokens", where) if token_ids is None else len(token_ids)
 
 
 def export(batch: RolloutBatch, *, messages: bool = False) -> dict[str, Any] | list[dict[str, Any]]:

@@ -14,11 +14,11 @@ from routepack.errors import TraceError
 from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of, sequence_records
-from routepack.formats.fields import flat_array, records_of, token_array, value_of, whole_of
+from routepack.formats.fields import flat_array, records_of, value_of, whole_numbers, whole_of
 from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import decoded
 from routepack.formats.routing import ModelRouting
-from routepack.formats.tensors import check_offsets, lengths_of, padded_ids, row_mask, whole_numbers
+from routepack.formats.tensors import check_offsets, lengths_of, padded_ids, row_mask
 from routepack.formats.travelling import travelling
 from routepack.recorded import RolloutBatch
 
@@ -81,7 +81,7 @@ def _per_sequence(source: Mapping[str, Any], num_tokens: np.ndarray, sequences: 
     if groups is not None and len(groups) != sequences:
         raise TraceError(f"arrays: group_ids has {len(groups)} entries for {sequences} sequences.")
     tokens = source.get("token_ids")
-    tokens = None if tokens is None else token_array(tokens, "arrays: token_ids")
+    tokens = None if tokens is None else whole_numbers(tokens, "arrays: token_ids")
     edges = [0] * (sequences + 1)
     if tokens is not None:
         edges = np.concatenate([[0], np.cumsum(num_tokens)]).tolist()
@@ -96,7 +96,7 @@ def _per_sequence(source: Mapping[str, Any], num_tokens: np.ndarray, sequences: 
 
 def _add_record(assembler: Assembler, record: Any, where: str) -> None:
     tokens = value_of(record, "token_ids", "tokens")
-    token_ids = None if tokens is None else token_array(tokens, f"{where}: token_ids")
+    token_ids = None if tokens is None else whole_numbers(tokens, f"{where}: token_ids")
     num_tokens = whole_of(record, "num_tokens", where) if token_ids is None else len(token_ids)
     ids = decoded(value_of(record, "routed_experts"), where, assembler.model, assembler.report)
     segments = []

@@ -16,7 +16,7 @@ from routepack.errors import TraceError
 from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of, sequence_records
-from routepack.formats.fields import records_of, token_array, value_of, whole_of
+from routepack.formats.fields import records_of, value_of, whole_numbers, whole_of
 from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import decoded, encoded
 from routepack.formats.routing import ModelRouting
@@ -48,7 +48,7 @@ def load(source: Iterable[Any], model: ModelRouting, *, options: ImportOptions =
 
 def _sample(record: Any, where: str, model: ModelRouting, assembler: Assembler) -> RecordedSequence:
     tokens = value_of(record, "token_ids")
-    token_ids = None if tokens is None else token_array(tokens, f"{where}: token_ids")
+    token_ids = None if tokens is None else whole_numbers(tokens, f"{where}: token_ids")
     num_tokens = whole_of(record, "num_tokens", where) if token_ids is None else len(token_ids)
     turns = value_of(record, "turns")
     if turns is not None and not isinstance(turns, list | tuple):
@@ -81,7 +81,7 @@ def _branch(record: Any, where: str, model: ModelRouting, assembler: Assembler) 
     nodes = value_of(record, "nodes")
     if not isinstance(nodes, list | tuple) or not nodes:
         raise TraceError(f"{where}: nodes is a {type(nodes).__name__}; a list of message nodes is needed.")
-    tokens = [token_array(value_of(node, "token_ids"), f"{where}: token_ids") for node in nodes]
+    tokens = [whole_numbers(value_of(node, "token_ids"), f"{where}: token_ids") for node in nodes]
     arrays = [decoded(_as_mapping(value_of(node, "routed_experts")), where, model, assembler.report) for node in nodes]
     known = [ids for ids in arrays if ids is not None]
     token_ids, segments, doubtful = np.concatenate(tokens), [], []

@@ -16,7 +16,7 @@ from routepack.errors import TraceError
 from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of, sequence_records
-from routepack.formats.fields import records_of, token_array, value_of, whole_of
+from routepack.formats.fields import records_of, value_of, whole_numbers, whole_of
 from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import decoded, encoded
 from routepack.formats.routing import ModelRouting
@@ -67,11 +67,11 @@ def _turn(turn: Any, where: str, model: ModelRouting, assembler: Assembler) -> t
 def _token_ids(record: Any, last: Any, where: str) -> np.ndarray | None:
     whole = value_of(record, "token_ids")
     if whole is not None:
-        return token_array(whole, f"{where}: token_ids")
+        return whole_numbers(whole, f"{where}: token_ids")
     prompt, output = value_of(last, "input_ids"), value_of(last, "output_ids")
     if prompt is None or output is None:
         return None
-    return np.concatenate([token_array(prompt, f"{where}: input_ids"), token_array(output, f"{where}: output_ids")])
+    return np.concatenate([whole_numbers(prompt, f"{where}: input_ids"), whole_numbers(output, f"{where}: output_ids")])
 
 
 def export(batch: RolloutBatch, *, prompt_tokens: int = 1) -> list[dict[str, Any]]:

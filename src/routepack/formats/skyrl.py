@@ -15,11 +15,11 @@ from routepack.errors import TraceError
 from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention
 from routepack.formats.exporting import rows_of
-from routepack.formats.fields import records_of, token_array, value_of, whole_of
+from routepack.formats.fields import joined_tokens, records_of, value_of, whole_numbers, whole_of
 from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import checked_ids, decoded
 from routepack.formats.routing import ModelRouting
-from routepack.formats.tensors import attended, check_offsets, padded_ids, row_mask, span_of, whole_numbers
+from routepack.formats.tensors import attended, check_offsets, padded_ids, row_mask, span_of
 from routepack.formats.travelling import travelling
 from routepack.recorded import RolloutBatch
 
@@ -83,11 +83,9 @@ def _add_packed(assembler: Assembler, source: Mapping[str, Any]) -> None:
 
 
 def _add_trajectory(assembler: Assembler, record: Any, where: str) -> None:
-    names = ("prompt_ids", "response_ids")
-    if value_of(record, "token_ids") is not None:
-        names = ("token_ids",)
-    parts = [token_array(value_of(record, name), f"{where}: {name}") for name in names if value_of(record, name) is not None]
-    token_ids = np.concatenate(parts) if parts else None
+    token_ids = joined_tokens({"token_ids": value_of(record, "token_ids")}, where)
+    if token_ids is None:
+        token_ids = joined_tokens({name: value_of(record, name) for name in ("prompt_ids", "response_ids")}, where)
     num_tokens = whole_of(record, "num_tokens", where) if token_ids is None else len(token_ids)
     ids = decoded(value_of(record, FIELD), where, assembler.model, assembler.report)
     segments = [] if ids is None else [Segment(ids_TLK=ids)]

@@ -18,6 +18,7 @@ import numpy as np
 
 from routepack.checks import MOST
 from routepack.errors import ConfigError, TraceError
+from routepack.files import is_folder
 from routepack.trace import read_tensors
 
 DEFLATE_LIMIT = 1032
@@ -34,7 +35,7 @@ def open_source(path: str | Path, progress: Callable[[int, int], None] | None = 
         progress: called with the bytes read so far and in all, for JSON lines.
     """
     path = Path(path)
-    if path.is_dir():
+    if is_folder(path):
         files = sorted(path.glob("*.jsonl"))
         if not files:
             raise TraceError(f"{path} holds no .jsonl files: name a file, or a folder of them.")

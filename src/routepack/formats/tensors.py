@@ -9,7 +9,7 @@ import numpy as np
 
 from routepack.arrays import to_numpy
 from routepack.errors import TraceError
-from routepack.formats.fields import flat_array
+from routepack.formats.fields import whole_numbers
 
 
 def padded_ids(value: Any, where: str) -> np.ndarray:
@@ -45,14 +45,6 @@ def lengths_of(value: Any, batch: int, width: int, where: str) -> np.ndarray:
     if len(lengths) != batch or (batch and not 0 <= lengths.min() <= lengths.max() <= width):
         raise TraceError(f"{where}: lengths {lengths[:8].tolist()} must be {batch} numbers from 0 to the width {width}.")
     return lengths
-
-
-def whole_numbers(value: Any, name: str) -> np.ndarray:
-    """A flat array of whole numbers as int64."""
-    array = flat_array(value, name)
-    if array.size and (array.dtype.kind not in "iu" or int(array.max()) >= 2**63):
-        raise TraceError(f"{name} has dtype {array.dtype}; whole numbers are needed.")
-    return array.astype(np.int64, copy=False)
 
 
 def is_jagged(value: Any) -> bool:

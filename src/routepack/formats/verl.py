@@ -18,11 +18,11 @@ from routepack.errors import TraceError
 from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of
-from routepack.formats.fields import records_of, token_array, value_of, whole_of
+from routepack.formats.fields import joined_tokens, records_of, value_of, whole_numbers, whole_of
 from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import checked_ids, decoded
 from routepack.formats.routing import ModelRouting
-from routepack.formats.tensors import attended, is_jagged, jagged, padded_ids, row_mask, span_of, whole_numbers
+from routepack.formats.tensors import attended, is_jagged, jagged, padded_ids, row_mask, span_of
 from routepack.formats.travelling import travelling
 from routepack.recorded import RolloutBatch
 
@@ -74,7 +74,7 @@ def _add_padded(assembler: Assembler, source: Mapping[str, Any]) -> None:
     for b in range(batch):
         where = span_of(mask[b])
         segment = Segment(ids_TLK=ids[b][where], valid_T=None if replayed is None else replayed[b][where])
-        fields = {} if token_ids is None else {"token_ids": token_array(token_ids[b][where], "verl: input_ids")}
+        fields = {} if token_ids is None else {"token_ids": whole_numbers(token_ids[b][where], "verl: input_ids")}
         assembler.add(RecordedSequence(num_tokens=int(mask[b].sum()), segments=[segment], token_fields=fields))
 
 
@@ -106,19 +106,15 @@ def _add_jagged(assembler: Assembler, source: Mapping[str, Any]) -> None:
         segment = Segment(ids_TLK=ids[first:end], valid_T=None if replayed is None else replayed[first:end])
         fields = {}
         if token_ids is not None and token_edges is not None:
-            fields["token_ids"] = token_array(token_ids[token_edges[b] : token_edges[b + 1]], "verl: input_ids")
+            fields["token_ids"] = whole_numbers(token_ids[token_edges[b] : token_edges[b + 1]], "verl: input_ids")
         assembler.add(RecordedSequence(num_tokens=int(num_tokens[b]), segments=[segment], token_fields=fields))
 
 
 def _add_outputs(assembler: Assembler, source: Any, model: ModelRouting) -> None:
     for number, output in enumerate(records_of(source, "verl")):
         where = f"verl, output {number}"
-        prompt, response = value_of(output, "prompt_ids"), value_of(output, "response_ids")
-        token_ids = None
-        if prompt is not None and response is not None:
-            token_ids = np.concatenate(
-                [token_array(prompt, f"{where}: prompt_ids"), token_array(response, f"{where}: response_ids")]
-            )
+        parts = {name: value_of(output, name) for name in ("prompt_ids", "response_ids")}
+        token_ids = None if None in parts.values() else joined_tokens(parts, where)
         num_tokens = whole_of(output, "num_tokens", where) if token_ids is None else len(token_ids)
         ids = decoded(value_of(output, "routed_experts"), where, model, assembler.report)
         segments = [] if ids is None else [Segment(ids_TLK=ids)]

@@ -17,7 +17,7 @@ from routepack.errors import TraceError
 from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of, sequence_records
-from routepack.formats.fields import records_of, token_array, value_of, whole_of
+from routepack.formats.fields import joined_tokens, records_of, value_of, whole_of
 from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import decoded
 from routepack.formats.routing import ModelRouting
@@ -63,12 +63,10 @@ def _sequence(record: Any, where: str, model: ModelRouting, assembler: Assembler
 
 def tokens_of(record: Any, where: str) -> tuple[int, dict[str, Any]]:
     """How many tokens a record has, and what travels with them."""
-    prompt, output = value_of(record, "prompt_token_ids"), value_of(record, "token_ids", "tokens")
-    if output is None and prompt is None:
-        return whole_of(record, "num_tokens", where), travelling(record, None, where)
-    parts = [token_array(part, f"{where}: token_ids") for part in (prompt, output) if part is not None]
-    token_ids = np.concatenate(parts)
-    return len(token_ids), travelling(record, token_ids, where)
+    parts = {"prompt_token_ids": value_of(record, "prompt_token_ids"), "token_ids": value_of(record, "token_ids", "tokens")}
+    token_ids = joined_tokens(parts, where)
+    num_tokens = whole_of(record, "num_tokens", where) if token_ids is None else len(token_ids)
+    return num_tokens, travelling(record, token_ids, where)
 
 
 def export(batch: RolloutBatch) -> list[dict[str, Any]]:

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from routepack.arrays import digest_of
 from routepack.background import BackgroundPlanner
 from routepack.components.rerouter import IdentityRerouter
-from routepack.distributed import agree, broadcast_plan
-from routepack.errors import ConfigError, RoutePackError, TraceError
+from routepack.distributed import agree, from_rank
+from routepack.errors import ConfigError, TraceError
 from routepack.materialize import NO_TARGET, check_fit, microbatch_of
 from routepack.metrics import plan_metrics
 from routepack.planner import Planner
@@ -169,15 +169,7 @@ class RoutePackCallback(pl.Callback):
         device = trainer.strategy.root_device
         tagged = () if batch.modality_S is None else (batch.modality_S,)
         agree(digest_of(batch.num_tokens_S, batch.cu_seqlens, *tagged), "window", device=device)
-        plan, error = None, None
-        if trainer.is_global_zero:
-            try:
-                plan = self._planned(batch, ahead)
-                check_fit(plan, batch)
-            except RoutePackError as raised:
-                error = raised  # Raised by agree(), after the other ranks were told.
-        agree("00", "window's plan", error=error, device=device)
-        self.plan = broadcast_plan(plan)
+        self.plan = from_rank(0, lambda: self._planned(batch, ahead), "window's plan")
         slots_LP = self.plan.placement.physical_to_logical_LP
         assert (slots_LP == np.arange(slots_LP.shape[1])).all(), "the plan moves experts, which nobody here does"
         return self.plan
@@ -209,6 +201,7 @@ class RoutePackCallback(pl.Callback):
             self._background.submit(batch)
         self._ahead = None
         plan = self._background.result()
+        check_fit(plan, batch)
         timing = self._background.timing
         self._metrics = {} if timing is None else timing.metrics()
         if ahead is not None:

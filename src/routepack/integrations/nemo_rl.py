@@ -8,7 +8,7 @@ from typing import Any
 
 from routepack.checks import whole
 from routepack.errors import ConfigError
-from routepack.integrations.schedule import Hook, Schedule, part_of
+from routepack.integrations.schedule import Hook, Schedule
 from routepack.types import RoutingDemand
 
 
@@ -88,7 +88,7 @@ class NemoHook(Hook):
         )
         for first in range(0, total, size):
             padded = [-(-int(length) // multiple) * multiple for length in input_lengths[first : first + size]]
-            part = part_of(demand, range(first, first + size))
+            part = None if demand is None else demand.select(range(first, first + size))
             planned = self._chunk(padded, max_tokens_per_microbatch, shards, part, multiple)
             for shard in range(shards):
                 _append(found, shard, planned.rank(shard), padded, first)

@@ -7,19 +7,20 @@ Cell c is microbatch ``c // W`` of DP rank ``c % W``, as everywhere. Letters: :m
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from routepack.arrays import to_numpy
-from routepack.checks import MOST, instance, whole
+from routepack.checks import instance, whole
 from routepack.communication import FreeLinks
 from routepack.components.packer import AttentionAwarePacker
 from routepack.components.rerouter import IdentityRerouter
 from routepack.errors import TraceError
 from routepack.planner import Planner
+from routepack.recorded import check_lengths
 from routepack.types import ExpertPlacement, PackingRules, Plan, RolloutBatch, RoutingDemand, Topology
 
 logger = logging.getLogger(__name__)
@@ -179,26 +180,11 @@ class Hook:
         return planned
 
 
-def part_of(demand: RoutingDemand | None, sequences: Iterable[int]) -> RoutingDemand | None:
-    """The demand of some of the sequences."""
-    if demand is None:
-        return None
-    chosen = np.asarray(list(sequences), dtype=np.int64)
-    optional: dict[str, Any] = {}
-    for name in ("group_S", "modality_S", "estimated_S"):
-        value = getattr(demand, name)
-        optional[name] = None if value is None else value[chosen]
-    return replace(demand, tokens_SLE=demand.tokens_SLE[chosen], length_S=demand.length_S[chosen], **optional)
-
-
 def _checked_lengths(lengths: Any) -> np.ndarray:
     length_S = to_numpy(lengths, "lengths")
     if length_S.ndim != 1 or length_S.dtype.kind not in "iu" or not len(length_S):
         raise TraceError(f"lengths has shape {length_S.shape} and dtype {length_S.dtype}; whole numbers [S] are needed, S > 0.")
-    wrong = np.flatnonzero((length_S < 1) | (length_S > MOST))
-    if len(wrong):
-        s = int(wrong[0])
-        raise TraceError(f"sequence {s} has {length_S[s]} tokens; every sequence has at least one, and at most {MOST}.")
+    check_lengths(length_S)
     return length_S.astype(np.int64)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from routepack.errors import ConfigError, InfeasibleError
-from routepack.integrations.schedule import Hook, part_of, setting
+from routepack.integrations.schedule import Hook, setting
 
 DpSchedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 
@@ -61,7 +61,8 @@ class SlimeHook(Hook):
         for samples, _ in steps:
             lengths = [int(total_lengths[s]) for s in samples]
             groups = [int(rollout_indices[s]) for s in samples]
-            planned = self._schedule(lengths, demand=part_of(demand, samples), group_ids=groups, **asked)
+            part = None if demand is None else demand.select(samples)
+            planned = self._schedule(lengths, demand=part, group_ids=groups, **asked)
             for rank in range(ranks):
                 for cell in planned.rank(rank):
                     start = len(partitions[rank])

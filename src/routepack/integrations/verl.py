@@ -11,7 +11,7 @@ import numpy as np
 from routepack.arrays import to_numpy
 from routepack.checks import whole
 from routepack.errors import ConfigError, InfeasibleError, PlanError
-from routepack.integrations.schedule import Hook, part_of
+from routepack.integrations.schedule import Hook
 from routepack.solvers.rows import certify_rows
 from routepack.types import PackingRules
 
@@ -85,7 +85,7 @@ class VerlHook(Hook):
         for first in range(0, total, size):
             planned = self._schedule(
                 length_S[first : first + size],
-                demand=part_of(demand, range(first, first + size)),
+                demand=None if demand is None else demand.select(range(first, first + size)),
                 data_parallel_degree=dp_size,
                 max_tokens=max_token_len,
                 microbatch_multiple=num_batches_divided_by or 1,

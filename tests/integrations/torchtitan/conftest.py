@@ -7,14 +7,26 @@ import pickle
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-collect_ignore = ["checks.py", "checks_step.py", "faults.py", "windows.py", "worker.py"]
+collect_ignore = [
+    "checks.py",
+    "checks_nodes.py",
+    "checks_step.py",
+    "faults.py",
+    "sharded.py",
+    "traces.py",
+    "windows.py",
+    "worker.py",
+]
 
 HERE = Path(__file__).parent
+# For the helpers beside the tests, which the ranks import too.
+sys.path.insert(0, str(HERE))
 SOURCE = HERE.parents[2] / "src"
 Results = list[dict[str, Any]]
 """For each rank, what each check gave, by key."""
@@ -75,6 +87,12 @@ def _result(folder: Path, rank: int) -> dict[str, Any]:
 
 def _output(folder: Path, rank: int) -> str:
     return f"--- rank {rank}\n{(folder / f'rank{rank}.log').read_text()[-3000:]}"
+
+
+@pytest.fixture(scope="session")
+def launch_ranks() -> Any:
+    """:func:`launch`, for tests that make their checks themselves."""
+    return launch
 
 
 def trains(ep: int, plans: str, **changes: Any) -> Check:
@@ -344,6 +362,49 @@ def step_quad(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("trains what it holds", "trains_what_it_holds", {"ep": 2}),
     ]
     return launch(checks, 4, folder)
+
+
+@pytest.fixture(scope="session")
+def trace_pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Two ranks, EP 2: runs over recorded windows, weights of Hugging Face's format, memory."""
+    import traces
+    import windows
+
+    from routepack.trace import save_trace
+
+    folder = tmp_path_factory.mktemp("traces")
+    (folder / "empty").mkdir()
+    traces.written_windows(folder, 6)
+    config = traces.written_config(folder)
+    parts, exported, broken = str(folder / "parts"), str(folder / "exported"), traces.broken_folders(folder)
+    first = f"[{folder}/window0.safetensors,{folder}/window1.safetensors,{folder}/window2.safetensors]"
+    unlabelled = folder / "unlabelled.safetensors"
+    batch = windows.window(0)
+    save_trace(replace(batch, token_fields={k: v for k, v in batch.token_fields.items() if k != "loss_mask"}), unlabelled)
+    grpo = {"loss._target_": "routepack.integrations.torchtitan.losses.GRPOTokenLoss"}
+    one_window = {"config": config, "windows": str(folder / "window0.safetensors")}
+    several = {"update.updates_per_window": 2, "update.minibatches_per_window": 2}
+    checks = [
+        ("whole", "trains_on_traces", {"config": config}),
+        ("first part", "trains_on_traces", {"config": config, "out": parts, "windows": first}),
+        ("second part", "trains_on_traces", {"config": config, "out": parts}),
+        ("nothing left", "trains_on_traces", {"config": config, "out": parts}),
+        ("recomputed", "trains_on_traces", {**one_window, "out": str(folder / "a"), "update.recompute_logprobs": True, **grpo}),
+        ("recorded", "trains_on_traces", {**one_window, "out": str(folder / "b"), **grpo}),
+        ("several", "trains_on_traces", {**one_window, "out": str(folder / "c"), **several}),
+        ("unlabelled", "fails_on_traces", {"config": config, "out": str(folder / "none"), "windows": str(unlabelled)}),
+        ("exports", "exports", {"ep": 2, "folder": exported, "seed": 3}),
+        ("loads", "loads_huggingface", {"folder": exported, "ep": 2, "seed": 5}),
+        ("loads ep=1", "loads_huggingface", {"folder": exported, "ep": 1, "seed": 5}),
+        ("starts", "starts_from_huggingface", {"folder": exported, "ep": 2}),
+        ("breaks", "breaks_export", {"source": exported, **broken}),
+        ("refuses", "refuses_huggingface", {"ep": 2, **broken, "empty": str(folder / "empty")}),
+        ("memory ep=2", "takes_memory", {"ep": 2}),
+        ("memory ep=1", "takes_memory", {"ep": 1, "tiny": {"num_experts": 5, "vocab_size": 67}}),
+        ("memory in bfloat16", "takes_memory", {"ep": 2, "storage_dtype": "bfloat16"}),
+        ("peaks", "peaks", {"vocab_size": 8192, "num_tokens": 512}),
+    ]
+    return [result | {"folder": folder} for result in launch(checks, 2, folder / "launch")]
 
 
 DEBUG_MODEL = {"name": "deepseek_v3", "flavor": "debugmodel"}

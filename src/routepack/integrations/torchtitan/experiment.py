@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from torchtitan.models.common.decoder import Decoder
@@ -15,6 +16,7 @@ from routepack.checks import real, whole
 from routepack.config import build, check_keys, instantiate, section_options
 from routepack.errors import ConfigError
 from routepack.integrations.torchtitan.losses import GRPOTokenLoss, TokenLoss
+from routepack.integrations.torchtitan.memory import MemoryEstimate, estimate_memory
 from routepack.integrations.torchtitan.model import TinyQwen3MoE, TrainedModel, num_experts_of
 from routepack.integrations.torchtitan.settings import TrainerSettings
 from routepack.integrations.torchtitan.tasks import CountingTask, Task
@@ -114,33 +116,36 @@ class RLSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSettings:
-    """How ``routepack train`` starts the ranks where no launcher did."""
+    """What ranks run on, and how ``routepack train`` starts them where no launcher did."""
 
     port: int = 0
     """TCP port where the ranks meet; 0: a free one."""
     threads_per_rank: int = 1
     """``OMP_NUM_THREADS`` of each rank, unless the environment sets it."""
+    device: str = ""
+    """What every rank must have one of, such as ``cuda``; empty: an accelerator where there is one, else the CPU."""
+    device_memory_gib: float = 0.0
+    """Memory of a device. A config that needs more is refused; 0: not checked."""
 
     def __post_init__(self) -> None:
         _check_wholes("launch", self, port=0, threads_per_rank=1)
+        _check_reals("launch", self, "device_memory_gib")
         if self.port > 65_535:
             raise ConfigError(f"launch.port={self.port} is no TCP port: choose 1 to 65535, or 0 for a free one.")
 
 
-SECTIONS = ("model", "task", "rollout", "warmup", "rl", "loss", "trainer", "launch")
+SECTIONS = ("model", "loss", "trainer", "launch")
 TRAIN_KEYS = (*PLANNER_KEYS, *SECTIONS, "out")
+"""What every training config may have."""
+RL_SECTIONS = ("task", "rollout", "warmup", "rl")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Experiment:
-    """Everything that a training run needs to know."""
+    """Everything that a training run needs to know, wherever its windows come from."""
 
     planner: Planner
     model: TrainedModel
-    task: Task
-    rollout: RolloutSettings
-    warmup: WarmupSettings
-    rl: RLSettings
     loss: TokenLoss
     trainer: TrainerSettings
     launch: LaunchSettings
@@ -159,37 +164,75 @@ class Experiment:
         """Processes: the data-parallel degree."""
         return self.planner.topology.data_parallel_degree
 
+    def check_ready(self) -> None:
+        """Raise a RoutePackError where something is missing that a run needs and a check does not."""
+        weights = self.trainer.initial_weights
+        if weights and not Path(weights).is_dir():
+            raise ConfigError(
+                f"trainer.initial_weights={weights} is no folder: put safetensors of Hugging Face's format there, or leave "
+                "it empty to start from random weights."
+            )
 
-def build_experiment(config: DictConfig) -> Experiment:
+    def memory(self) -> MemoryEstimate:
+        """What a rank needs of its device's memory."""
+        return estimate_memory(self.model, self.trainer, num_ranks=self.num_ranks, max_tokens=self.planner.packer.max_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RLExperiment(Experiment):
+    """A run that samples its own windows."""
+
+    task: Task
+    rollout: RolloutSettings
+    warmup: WarmupSettings
+    rl: RLSettings
+
+
+def build_experiment(config: DictConfig) -> RLExperiment:
     """Build every component that *config* names.
 
     Raises ConfigError naming the option that is wrong: an unknown key, a ``_target_`` of the wrong kind, degrees that do not
     divide, or sizes of two sections that do not fit each other.
     """
-    check_keys(config, TRAIN_KEYS, what="a training config")
-    planner = build_planner(config)
-    experiment = Experiment(
-        planner=planner,
-        model=build(config, "model", base=TrainedModel, default=TinyQwen3MoE),
+    check_keys(config, (*TRAIN_KEYS, *RL_SECTIONS), what="a training config")
+    experiment = RLExperiment(
+        **common_parts(config, default_model=TinyQwen3MoE, default_loss=GRPOTokenLoss, set_elsewhere=SET_ELSEWHERE),
         task=build(config, "task", base=Task, default=CountingTask),
         rollout=build(config, "rollout", base=RolloutSettings),
         warmup=build(config, "warmup", base=WarmupSettings),
         rl=build(config, "rl", base=RLSettings),
-        loss=build(config, "loss", base=TokenLoss, default=GRPOTokenLoss),
-        trainer=_trainer_settings(config, planner),
-        launch=build(config, "launch", base=LaunchSettings),
-        out=_folder(config),
-        config=config,
     )
+    check_model(experiment)
+    check_minibatches(experiment, "rl", experiment.rl.minibatches_per_window)
     _check_fit(experiment)
     return experiment
 
 
-def _trainer_settings(config: DictConfig, planner: Planner) -> TrainerSettings:
+def common_parts(
+    config: DictConfig,
+    *,
+    default_model: type[TrainedModel] | None,
+    default_loss: type[TokenLoss],
+    set_elsewhere: Mapping[str, str],
+) -> dict[str, Any]:
+    """The fields of :class:`Experiment`. *set_elsewhere*: what the trainer section may not set, and what it follows from."""
+    planner = build_planner(config)
+    return {
+        "planner": planner,
+        "model": build(config, "model", base=TrainedModel, default=default_model),
+        "loss": build(config, "loss", base=TokenLoss, default=default_loss),
+        "trainer": _trainer_settings(config, planner, set_elsewhere),
+        "launch": build(config, "launch", base=LaunchSettings),
+        "out": _folder(config),
+        "config": config,
+    }
+
+
+def _trainer_settings(config: DictConfig, planner: Planner, set_elsewhere: Mapping[str, str]) -> TrainerSettings:
     options = section_options(config, "trainer")
-    for name in options.keys() & SET_ELSEWHERE.keys():
-        raise ConfigError(f"trainer.{name} is not set here: it follows from {SET_ELSEWHERE[name]}.")
-    allowed = [field.name for field in fields(TrainerSettings) if field.name not in SET_ELSEWHERE]
+    for name in options.keys() & set_elsewhere.keys():
+        raise ConfigError(f"trainer.{name} is not set here: it follows from {set_elsewhere[name]}.")
+    allowed = [field.name for field in fields(TrainerSettings) if field.name not in set_elsewhere]
     check_keys(options, allowed, where="trainer", what="the trainer section")
     topology = planner.topology
     if topology.model_parallel_degree != 1:
@@ -214,15 +257,31 @@ def _folder(config: DictConfig) -> Path:
     return folder
 
 
-def _check_fit(experiment: Experiment) -> None:
-    spec, task, rollout = experiment.model.model_spec(), experiment.task, experiment.rollout
-    model = cast(Decoder.Config, spec.model)
-    experts, counted = num_experts_of(spec), experiment.planner.collector.num_experts
+def check_model(experiment: Experiment) -> None:
+    """Raise ConfigError where model, topology, collector and device do not fit each other."""
+    experts, counted = num_experts_of(experiment.model.model_spec()), experiment.planner.collector.num_experts
     experiment.planner.topology.slots_per_rank(experts)
     if counted not in (0, experts):
         raise ConfigError(
             f"collector.num_experts={counted} is not the model's {experts}: leave it out, it follows from the model."
         )
+    if experiment.launch.device_memory_gib:
+        experiment.memory().check(experiment.launch.device_memory_gib)
+
+
+def check_minibatches(experiment: Experiment, section: str, parts: int) -> None:
+    """Raise ConfigError where a plan's microbatches could not be dealt to *parts* optimizer steps."""
+    multiple = experiment.planner.packer.rules.microbatch_multiple
+    if multiple % parts:
+        raise ConfigError(
+            f"{section}.minibatches_per_window={parts} does not divide packer.microbatch_multiple={multiple}: set that to "
+            f"{parts}, so that every plan's microbatches can be dealt equally."
+        )
+
+
+def _check_fit(experiment: RLExperiment) -> None:
+    task, rollout = experiment.task, experiment.rollout
+    model = cast(Decoder.Config, experiment.model.model_spec().model)
     if model.vocab_size < task.vocab_size:
         raise ConfigError(f"model.vocab_size={model.vocab_size} is less than the task's {task.vocab_size} tokens: raise it.")
     longest = task.max_prompt_tokens + max(rollout.max_new_tokens, task.max_answer_tokens)
@@ -234,12 +293,6 @@ def _check_fit(experiment: Experiment) -> None:
                 f"{longest - task.max_prompt_tokens} (rollout.max_new_tokens={rollout.max_new_tokens}, the task's answers and "
                 f"demonstrations up to {task.max_answer_tokens}): raise it."
             )
-    parts, multiple = experiment.rl.minibatches_per_window, experiment.planner.packer.rules.microbatch_multiple
-    if multiple % parts:
-        raise ConfigError(
-            f"rl.minibatches_per_window={parts} does not divide packer.microbatch_multiple={multiple}: set that to {parts}, so "
-            "that every plan's microbatches can be dealt equally."
-        )
     smallest = min(rollout.num_sequences, experiment.warmup.batch_size)
     if smallest < experiment.num_ranks:
         raise ConfigError(

@@ -15,14 +15,22 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from routepack import distributed
 from routepack.config import load
 from routepack.errors import ConfigError, RoutePackError
 from routepack.files import atomic_path
-from routepack.integrations.torchtitan.experiment import Experiment, build_experiment
+from routepack.integrations.torchtitan import device
+from routepack.integrations.torchtitan.experiment import Experiment, RLExperiment, build_experiment
+from routepack.integrations.torchtitan.trace_experiment import TraceExperiment, build_trace_experiment
+
+if TYPE_CHECKING:
+    from routepack.integrations.torchtitan.rl import RLRun
+    from routepack.integrations.torchtitan.trace_run import TraceRun
 
 GRACE_SECONDS = 10.0
 """Ranks that are told to end get this long before they are killed."""
@@ -31,9 +39,15 @@ SETTLE_SECONDS = 5.0
 """After one rank failed, the others get this long to fail too, so that all that they know is shown."""
 
 
-def check(config: DictConfig) -> None:
-    """Build every component of a training config; raises ConfigError, starts nothing."""
-    build_experiment(config)
+def experiment_of(config: DictConfig) -> Experiment:
+    """The experiment that *config* describes: over recorded windows where it has ``windows``, else one that samples its own."""
+    # A value that is still ??? does not count as present, but its key does.
+    return build_trace_experiment(config) if "windows" in config.keys() else build_experiment(config)  # noqa: SIM118
+
+
+def check(config: DictConfig) -> str:
+    """Build every component of a training config, and say what memory it takes; raises ConfigError, starts nothing."""
+    return str(experiment_of(config).memory())
 
 
 def train(paths: Sequence[str], overrides: Sequence[str]) -> int:
@@ -42,9 +56,11 @@ def train(paths: Sequence[str], overrides: Sequence[str]) -> int:
     Under torchrun (``RANK`` is set) this process is one rank: it trains and exits. Otherwise the ranks are started here, once
     the whole config is known to be good. Raises ConfigError.
     """
-    experiment = build_experiment(load(paths, overrides))
+    experiment = experiment_of(load(paths, overrides))
     if "RANK" in os.environ:
         distributed.leave(run_rank(experiment))
+    check_devices(experiment, experiment.num_ranks)
+    experiment.check_ready()
     port = rendezvous_port(experiment.launch.port)
     prepare_folder(experiment)
     return run_ranks([*paths, *overrides], experiment, port)
@@ -181,16 +197,17 @@ def end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def run_rank(experiment: Experiment) -> int:
     """Train as one rank; its exit code. Errors go to stderr."""
-    from routepack.integrations.torchtitan.progress import Progress
+    from routepack.integrations.torchtitan.progress import Progress, WindowProgress
 
-    progress = Progress(enabled=os.environ["RANK"] == "0", log_folder=experiment.out / "tensorboard")
+    shows = WindowProgress if isinstance(experiment, TraceExperiment) else Progress
+    progress = shows(enabled=os.environ["RANK"] == "0", log_folder=experiment.out / "tensorboard")
     try:
         check_world_size(experiment)
-        from routepack.integrations.torchtitan.rl import RLRun
-
+        check_devices(experiment, int(os.environ.get("LOCAL_WORLD_SIZE", experiment.num_ranks)))
+        experiment.check_ready()
         if progress.enabled:
             prepare_folder(experiment)
-        run = RLRun(experiment=experiment, progress=progress)
+        run = _run_of(experiment, progress)
         with distributed.together("ranks trained"):  # whatever has no better name for what was going on
             run.run()
             run.trainer.close()
@@ -205,14 +222,47 @@ def run_rank(experiment: Experiment) -> int:
     return 0
 
 
+def _run_of(experiment: Experiment, progress: Any) -> RLRun | TraceRun:
+    if isinstance(experiment, TraceExperiment):
+        from routepack.integrations.torchtitan.trace_run import TraceRun
+
+        return TraceRun(experiment=experiment, progress=progress)
+    from routepack.integrations.torchtitan.rl import RLRun
+
+    return RLRun(experiment=cast(RLExperiment, experiment), progress=progress)
+
+
 def check_world_size(experiment: Experiment) -> None:
     """Raise ConfigError unless as many ranks were started as the topology has."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != experiment.num_ranks:
         raise ConfigError(
             f"topology.data_parallel_degree={experiment.num_ranks} needs as many ranks; the launcher started {started}: "
-            f"use torchrun --nproc-per-node={experiment.num_ranks}, or no launcher at all."
+            f"use {torchrun(experiment)}, or no launcher at all."
         )
+
+
+def check_devices(experiment: Experiment, num_local_ranks: int) -> None:
+    """Raise ConfigError unless this machine has the devices that its ranks need."""
+    wanted, found = experiment.launch.device, device.device_type()
+    if wanted and found != wanted:
+        raise ConfigError(
+            f"launch.device={wanted}: every rank needs one, and torch finds none on this machine, only a {found}: "
+            f"start it where they are, by {torchrun(experiment)}. 'routepack check' needs none."
+        )
+    devices = num_local_ranks if found == "cpu" else torch.accelerator.device_count()
+    if devices < num_local_ranks:
+        raise ConfigError(
+            f"{num_local_ranks} ranks on this machine need as many {found} devices, and it has {devices}: use "
+            f"{torchrun(experiment)}, or lower topology.data_parallel_degree={experiment.num_ranks}."
+        )
+
+
+def torchrun(experiment: Experiment) -> str:
+    """The launcher's options for this topology, on as few nodes as it takes."""
+    per_node = min(experiment.num_ranks, experiment.planner.topology.ranks_per_node)
+    nodes = -(-experiment.num_ranks // per_node)
+    return f"torchrun --nproc-per-node={per_node}" + (f" --nnodes={nodes}" if nodes > 1 else "")
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ class TokenLoss(ABC):
 
     Tokens that are not trained are passed too, with a log-probability and fields of zero, and must give finite values.
     """
+
+    needs: ClassVar[tuple[str, ...]] = ()
+    """The token fields that it reads."""
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
@@ -56,6 +60,8 @@ class GRPOTokenLoss(TokenLoss):
     >>> loss(torch.log(torch.tensor([1.5, 1.5])), fields).tolist()
     [-1.2..., 1.5...]
     """
+
+    needs: ClassVar[tuple[str, ...]] = ("logprobs_old", "advantages")
 
     clip_low: float = 0.2
     """The ratio of new to old probability is clipped below 1 - clip_low."""

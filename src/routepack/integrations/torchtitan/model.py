@@ -13,7 +13,7 @@ import torch
 import torchtitan.models.qwen3 as qwen3
 from torch import Tensor, nn
 from torchtitan.config.override import OverrideConfig, apply_overrides
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
@@ -151,6 +151,25 @@ class RegisteredModel(TrainedModel):
             ) from error
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeepSeekV2Lite(TrainedModel):
+    """DeepSeek-V2-Lite: TorchTitan's ``deepseek_v3`` ``16B``, with two constants as published.
+
+    TorchTitan norms with an epsilon of 1e-5 and scales YaRN's softmax by 0.70; the published configuration, and so its
+    weights, have 1e-6 and 0.707.
+    """
+
+    def stock_spec(self) -> ModelSpec:
+        """The registered model with the published constants."""
+        spec = RegisteredModel(name="deepseek_v3", flavor="16B").stock_spec()
+        model = cast(Decoder.Config, spec.model)
+        for _, norm, _, _ in model.traverse(RMSNorm.Config):
+            cast(Any, norm).eps = 1e-6
+        for layer in model.layers:
+            layer.attention.mscale = 0.707
+        return spec
+
+
 def moe_layer_ids(spec: ModelSpec) -> list[int]:
     """The decoder layers that are mixtures of experts."""
     layers = cast(Decoder.Config, spec.model).layers
@@ -159,10 +178,19 @@ def moe_layer_ids(spec: ModelSpec) -> list[int]:
 
 def num_experts_of(spec: ModelSpec) -> int:
     """E, the experts of every MoE layer. Raises ConfigError where layers differ."""
+    return _of_every_moe_layer(spec, "experts", lambda moe: moe.num_experts)
+
+
+def top_k_of(spec: ModelSpec) -> int:
+    """K, the experts that a token goes to in every MoE layer. Raises ConfigError where layers differ."""
+    return _of_every_moe_layer(spec, "experts a token", lambda moe: moe.router.top_k)
+
+
+def _of_every_moe_layer(spec: ModelSpec, what: str, count: Callable[[Any], int]) -> int:
     layers = cast(Decoder.Config, spec.model).layers
-    counts = {layers[index].moe.num_experts for index in moe_layer_ids(spec)}
+    counts = {count(layers[index].moe) for index in moe_layer_ids(spec)}
     if len(counts) != 1:
-        raise ConfigError(f"model {spec.name} {spec.flavor} has layers with {sorted(counts)} experts; one number is needed.")
+        raise ConfigError(f"model {spec.name} {spec.flavor} has layers with {sorted(counts)} {what}; one number is needed.")
     return counts.pop()
 
 
@@ -171,15 +199,20 @@ def build_local_model(model: TrainedModel, *, seed: int = 0) -> nn.Module:
 
     Touches no process group and leaves torch's random state as it was.
     """
-    spec = model.model_spec()
-    apply_overrides(OverrideConfig(imports=model.override_imports()), cast(Any, spec))
-    with torch.device("meta"):
-        local = spec.model.build()
+    local = build_meta_model(model)
     local.to_empty(device=device.device_type())
     with torch.no_grad(), torch.random.fork_rng(devices=device.random_devices()):
         torch.manual_seed(seed)
         local.init_weights()
     return local
+
+
+def build_meta_model(model: TrainedModel) -> Decoder:
+    """The unsharded model without any memory: names and shapes."""
+    spec = model.model_spec()
+    apply_overrides(OverrideConfig(imports=model.override_imports()), cast(Any, spec))
+    with torch.device("meta"):
+        return cast(Decoder, spec.model.build())
 
 
 def load_full_state(local: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -25,7 +25,7 @@ from routepack.integrations.torchtitan.overrides import PlacedRoutedExperts
 from routepack.planned import ExpertPlacement
 from routepack.row_exchange import RowExchange, RowMoves
 
-_OUTER_TO_INNER = ("ep", "efsdp", "fsdp")
+_OUTER_TO_INNER = ("ep", "efsdp", "fsdp", "dp_shard")
 """The mesh axes that split expert slots, in the order in which they split: every EP block is cut again by FSDP."""
 
 
@@ -64,11 +64,14 @@ class ShardLayout:
 
     def local(self, full: Tensor) -> Tensor:
         """This rank's shard of a full tensor."""
-        shard = full[torch.from_numpy(self.rows_of_rank[distributed.this_rank()]).to(full.device)]
+        return self.columns(full[torch.from_numpy(self.rows_of_rank[distributed.this_rank()]).to(full.device)])
+
+    def columns(self, rows: Tensor) -> Tensor:
+        """Of some whole rows [rows, ...], the part of each that this rank holds."""
         for dim, chunks, chunk in self.column_slices:
-            kept = _chunk_of(np.arange(shard.shape[dim]), [(chunks, chunk)])
-            shard = shard.index_select(dim, torch.from_numpy(kept).to(full.device))
-        return shard
+            kept = _chunk_of(np.arange(rows.shape[dim]), [(chunks, chunk)])
+            rows = rows.index_select(dim, torch.from_numpy(kept).to(rows.device))
+        return rows
 
     def moves(self, source_P: np.ndarray) -> RowMoves:
         """The moves after which slot p holds what slot ``source_P[p]`` held."""

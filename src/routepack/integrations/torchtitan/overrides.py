@@ -28,6 +28,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, L
 from routepack.errors import ConfigError
 
 _HERE = "routepack.integrations.torchtitan.overrides"
+_EQUAL_WIDTH = "routepack.integrations.torchtitan.attention.equal_width_attention"
 
 
 class ReplayRouter(TokenChoiceTopKRouter):
@@ -255,7 +256,7 @@ def override_imports(*, experts: str, cpu_attention: bool) -> list[str | tuple[s
         f"{_HERE}.replay_router",
         (f"{_HERE}.placed_experts", {"experts": experts}),
     ]
-    return [*imports, f"{_HERE}.document_attention"] if cpu_attention else imports
+    return [*imports, f"{_HERE}.document_attention" if cpu_attention else _EQUAL_WIDTH]
 
 
 def replay_routers(model: nn.Module) -> list[ReplayRouter]:

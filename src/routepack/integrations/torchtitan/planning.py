@@ -13,15 +13,15 @@ from routepack import distributed
 from routepack.background import BackgroundPlanner
 from routepack.integrations.torchtitan.rollout import Rollout
 from routepack.planner import Planner
-from routepack.types import ExpertPlacement, Plan
+from routepack.types import ExpertPlacement, Plan, RolloutBatch
 
 
 @dataclass(kw_only=True, eq=False)
 class SharedPlanner:
     """One window after another, planned in a thread of rank 0 while the ranks go on.
 
-    :meth:`add` and :meth:`finish` do nothing on other ranks; :meth:`result` is collective. What planning raises on rank 0,
-    every rank raises there.
+    :meth:`add`, :meth:`finish` and :meth:`submit` do nothing on other ranks; :meth:`result` is collective. What planning raises
+    on rank 0, every rank raises there.
     """
 
     planner: Planner
@@ -50,6 +50,11 @@ class SharedPlanner:
             self.add(sequence, rollouts[sequence])
         order_S, self._arrived = np.argsort(self._arrived), []
         self._background.finish(previous, order_S=order_S.tolist())
+
+    def submit(self, window: RolloutBatch, previous: ExpertPlacement) -> None:
+        """The same for a window that is whole already."""
+        if self._plans:
+            self._background.submit(window, previous)
 
     def result(self) -> tuple[Plan, dict[str, float]]:
         """The window's plan, and what it took of the trainer's time (``plan/exposed_ms`` and others), on every rank."""

@@ -31,22 +31,37 @@ COLUMNS = (
 """Title and width of each column of an RL step."""
 
 
+WINDOW_COLUMNS = (
+    ("window", 6),
+    ("loss", 8),
+    ("tok/s", 6),
+    ("microbatches", 12),
+    ("imbalance", 14),
+    ("predicted step", 16),
+    ("moved", 5),
+    ("plan", 8),
+    ("exposed", 8),
+    ("time", 8),
+)
+"""Title and width of each column of a recorded window."""
+
+
 @dataclass(kw_only=True)
-class Progress:
-    """Shows a run. On every rank but 0 it does nothing."""
+class Display:
+    """Lines, a bar on a terminal, and scalars. On every rank but 0 it does nothing."""
 
     enabled: bool
     log_folder: Path
     """TensorBoard scalars go here."""
     console: Console = field(default_factory=Console)
     _bar: RichBar | None = field(default=None, init=False, repr=False)
-    _reinforcing: bool = field(default=False, init=False, repr=False)
 
-    def start(self, warmup_steps: int, rl_steps: int, *, resumed: int = 0) -> None:
-        """Before the first step, of a run of which *resumed* steps were trained before."""
-        self._warmup_steps, self._rl_steps = warmup_steps, rl_steps
-        if not self.enabled:
-            return
+    def close(self) -> None:
+        """Give the terminal back, however the run ended."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _open(self, description: str, total: int, *, resumed: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Scalars of an earlier run into the same folder are purged, unless this one goes on with it: one run, one curve.
@@ -62,7 +77,32 @@ class Progress:
                 transient=True,
             )
             self._bar.start()
-            self._task = self._bar.add_task("warm-up", total=warmup_steps)
+            self._task = self._bar.add_task(description, total=total)
+
+    def _line(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _advance(self) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._task)
+
+    def _write(self, phase: str, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._scalars.add_scalar(f"{phase}/{name}", value, step)
+
+
+@dataclass(kw_only=True)
+class Progress(Display):
+    """Shows an RL run."""
+
+    _reinforcing: bool = field(default=False, init=False, repr=False)
+
+    def start(self, warmup_steps: int, rl_steps: int, *, resumed: int = 0) -> None:
+        """Before the first step, of a run of which *resumed* steps were trained before."""
+        self._warmup_steps, self._rl_steps = warmup_steps, rl_steps
+        if not self.enabled:
+            return
+        self._open("warm-up", warmup_steps, resumed=resumed)
         if resumed:
             self._line(f"Resumed from a checkpoint: {resumed} of {warmup_steps} + {rl_steps} steps are done.")
         if resumed < warmup_steps:
@@ -86,7 +126,7 @@ class Progress:
         if not self._reinforcing:
             self._reinforcing = True
             self._line("\nReinforcement learning (GRPO) on sampled rollouts; baseline -> planned beside each other:")
-            self._line(_columns([title for title, _ in COLUMNS]))
+            self._line(_columns([title for title, _ in COLUMNS], COLUMNS))
             if self._bar is not None:
                 self._bar.reset(self._task, description="GRPO", total=self._rl_steps)
         self._line(rl_line(step, figures, plan))
@@ -96,47 +136,66 @@ class Progress:
         """After the last step: the summary, and how to look at what was written."""
         if not self.enabled:
             return
-        if self._bar is not None:
-            self._bar.stop()
+        self.close()
         self._scalars.close()
         if plan is not None:
             self._line(summary_text(summary))
             self._line(look_text(out, plan))
 
-    def close(self) -> None:
-        """Give the terminal back, however the run ended."""
-        if self._bar is not None:
-            self._bar.stop()
 
-    def _line(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+@dataclass(kw_only=True)
+class WindowProgress(Display):
+    """Shows a run over recorded windows."""
 
-    def _advance(self) -> None:
-        if self._bar is not None:
-            self._bar.advance(self._task)
+    def start(self, num_windows: int, *, resumed: int = 0) -> None:
+        """Before the first window, of a run of which *resumed* were trained before."""
+        if not self.enabled:
+            return
+        self._open("windows", num_windows, resumed=resumed)
+        if resumed:
+            self._line(f"Resumed from a checkpoint: {resumed} of {num_windows} windows are done.")
+        if resumed < num_windows:
+            self._line("Training on recorded windows; baseline -> planned beside each other:")
+            self._line(_columns([title for title, _ in WINDOW_COLUMNS], WINDOW_COLUMNS))
 
-    def _write(self, phase: str, step: int, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
-            self._scalars.add_scalar(f"{phase}/{name}", value, step)
+    def window_step(self, number: int, figures: Mapping[str, float], plan: Plan) -> None:
+        """After each window."""
+        if not self.enabled:
+            return
+        self._write("windows", number, figures)
+        cells = {"window": f"{number + 1}", **step_cells(figures, plan)}
+        self._line(_columns([cells[title] for title, _ in WINDOW_COLUMNS], WINDOW_COLUMNS))
+        self._advance()
+
+    def finish(self, out: Path) -> None:
+        """After the last window."""
+        if not self.enabled:
+            return
+        self.close()
+        self._scalars.close()
+        self._line(f"\nEvery window's figures: {out / 'summary.json'}. Curves: tensorboard --logdir {self.log_folder}")
 
 
 def rl_line(step: int, figures: Mapping[str, float], plan: Plan) -> str:
     """One line of an RL step, under COLUMNS."""
+    cells = {"step": f"{step + 1}", "reward": f"{figures['reward']:.3f}", **step_cells(figures, plan)}
+    return _columns([cells[title] for title, _ in COLUMNS], COLUMNS)
+
+
+def step_cells(figures: Mapping[str, float], plan: Plan) -> dict[str, str]:
+    """What the line of a step of either kind says, by title."""
     parts = plan.parts
-    cells = (
-        f"{step + 1}",
-        f"{figures['reward']:.3f}",
-        f"{figures['loss']:.4f}",
-        f"{figures['tokens_per_second']:.0f}",
-        f"{plan.num_microbatches} {'certified' if plan.certificate.certified else 'not proven'}",
-        f"{parts['baseline.imbalance_mean']:.3f} -> {parts['planned.imbalance_mean']:.3f}",
-        f"{plan.baseline_value:.3f} -> {plan.value:.3f}",
-        f"{figures['experts_moved']:.0f}",
-        f"{figures['plan/background_ms']:.0f} ms",
-        f"{figures['plan/exposed_ms']:.0f} ms",
-        f"{figures['seconds']:.1f} s",
-    )
-    return _columns(cells)
+    return {
+        "loss": f"{figures['loss']:.4f}",
+        "tok/s": f"{figures['tokens_per_second']:.0f}",
+        "microbatches": f"{plan.num_microbatches} {'certified' if plan.certificate.certified else 'not proven'}",
+        "imbalance": f"{parts['baseline.imbalance_mean']:.3f} -> {parts['planned.imbalance_mean']:.3f}",
+        "predicted step": f"{plan.baseline_value:.3f} -> {plan.value:.3f}",
+        "moved": f"{figures['experts_moved']:.0f}",
+        "plan": f"{figures['plan/background_ms']:.0f} ms",
+        "exposed": f"{figures['plan/exposed_ms']:.0f} ms",
+        "time": f"{figures['seconds']:.1f} s",
+    }
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:
@@ -179,5 +238,5 @@ Look at it (trace and plan are the last step's; {out / "summary.json"} has every
   tensorboard --logdir {out / "tensorboard"}"""
 
 
-def _columns(cells: Sequence[str]) -> str:
-    return " ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True))
+def _columns(cells: Sequence[str], columns: Sequence[tuple[str, int]]) -> str:
+    return " ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, columns, strict=True))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ import numpy as np
 from routepack import distributed
 from routepack.components.rerouter import IdentityRerouter
 from routepack.files import atomic_path
-from routepack.integrations.torchtitan.experiment import Experiment
+from routepack.integrations.torchtitan.clock import Clock
+from routepack.integrations.torchtitan.experiment import RLExperiment
 from routepack.integrations.torchtitan.gather import gather_rollouts
 from routepack.integrations.torchtitan.losses import CrossEntropyTokenLoss
 from routepack.integrations.torchtitan.planning import SharedPlanner
@@ -38,7 +38,7 @@ DEMONSTRATED, PROMPTED, SAMPLED, WARMUP_PROMPTED = range(4)
 class RLRun:
     """One run of an experiment. Every rank makes one and calls :meth:`run`; all of it is collective."""
 
-    experiment: Experiment
+    experiment: RLExperiment
     progress: Progress
     history: list[dict[str, float]] = field(default_factory=list)
     """The figures of each RL step."""
@@ -200,30 +200,6 @@ class RLRun:
         """Write the summary and every step's figures."""
         with atomic_path(self.experiment.out / "summary.json") as path:
             path.write_text(json.dumps({**summary, "steps": self.history}, indent=1))
-
-
-@dataclass(kw_only=True)
-class Clock:
-    """Seconds of each phase of a step."""
-
-    marks: list[tuple[str, float]] = field(default_factory=lambda: [("start", time.monotonic())])
-
-    def lap(self, name: str) -> None:
-        """The phase *name* ends now."""
-        self.marks.append((name, time.monotonic()))
-
-    def figures(self, num_tokens: int) -> dict[str, float]:
-        """``seconds`` and ``tokens_per_second`` of the whole step, of the trainer alone, and the seconds of each phase."""
-        phases = dict.fromkeys((name for name, _ in self.marks[1:]), 0.0)
-        for (_, start), (name, end) in pairwise(self.marks):
-            phases[name] += end - start
-        seconds = self.marks[-1][1] - self.marks[0][1]
-        return {
-            "seconds": seconds,
-            "tokens_per_second": num_tokens / seconds,
-            "trainer_tokens_per_second": num_tokens / (phases["logprobs"] + phases["update"]),
-            **{f"seconds/{name}": value for name, value in phases.items()},
-        }
 
 
 def window_figures(batch: RolloutBatch) -> dict[str, float]:

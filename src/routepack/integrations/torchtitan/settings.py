@@ -33,6 +33,9 @@ from routepack.integrations.torchtitan.moves import STAGING_BYTES
 
 LEAST_STAGING_BYTES = 2**16
 _RECOMPUTE: dict[str, type[ActivationCheckpointing] | None] = {"none": None, "selective": SelectiveAC, "full": FullAC}
+PARTIAL_DTENSOR, SPMD_TYPES = "partial_dtensor", "spmd_types"
+SPMD_TYPES_SINCE = (2, 14)
+"""The first torch whose FSDP shards parameters that carry ``spmd_types``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,11 @@ class TrainerSettings:
     ``step``: once a window, with parameters and gradients unsharded on every rank from its first to its last microbatch."""
     pad_to_multiple_of: int = 1
     """Microbatches are padded to a multiple of this many tokens."""
+    spmd_backend: str = PARTIAL_DTENSOR
+    """How TorchTitan writes its parallelism down: ``partial_dtensor``, on any torch, or ``spmd_types``, TorchTitan's default,
+    from torch 2.14 on. Layouts and results are the same."""
+    initial_weights: str = ""
+    """A folder of weights in Hugging Face's format to start from; empty: draw them. A checkpoint to resume from comes after."""
     seed: int = 0
     """Of the initial parameters; the same parameters whatever the parallel degrees."""
     deterministic: bool = False
@@ -112,6 +120,7 @@ class TrainerSettings:
         for name in ("param_dtype", "storage_dtype"):
             if getattr(self, name) not in ("float32", "bfloat16"):
                 raise ConfigError(f"trainer.{name}={getattr(self, name)!r} is unknown: choose float32 or bfloat16.")
+        _check_spmd_backend(self.spmd_backend)
         if self.placement_invariant and self.data_parallel_replicate_degree > 2:
             raise ConfigError(
                 f"trainer.placement_invariant=true cannot order the sum over data_parallel_replicate_degree="
@@ -150,6 +159,27 @@ class TrainerSettings:
                 f"experts: choose a divisor of {num_experts}."
             )
         return shard
+
+
+def _check_spmd_backend(name: str) -> None:
+    if name == "full_dtensor":
+        raise ConfigError(
+            "trainer.spmd_backend='full_dtensor' is not supported: its logits are DTensors, and losses here take each rank's "
+            f"own tokens. Choose {PARTIAL_DTENSOR}, or {SPMD_TYPES} from torch 2.14 on."
+        )
+    if name not in (PARTIAL_DTENSOR, SPMD_TYPES):
+        raise ConfigError(f"trainer.spmd_backend={name!r} is unknown: choose {PARTIAL_DTENSOR} or {SPMD_TYPES}.")
+    if name == SPMD_TYPES and torch_version() < SPMD_TYPES_SINCE:
+        raise ConfigError(
+            f"trainer.spmd_backend={SPMD_TYPES!r} needs torch 2.14 or newer, whose FSDP shards such parameters; this is torch "
+            f"{torch.__version__}: choose {PARTIAL_DTENSOR}."
+        )
+
+
+def torch_version() -> tuple[int, int]:
+    """Major and minor version of the torch that is installed."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 class NoTokenizer(BaseTokenizer):
@@ -266,12 +296,11 @@ def _training(settings: TrainerSettings, spec: ModelSpec) -> TrainingConfig:
 
 
 def _parallelism(settings: TrainerSettings, shard_degree: int) -> ParallelismConfig:
-    # Under torch 2.13 TorchTitan's default backend cannot shard, and "full_dtensor" logs a loss that is too large.
     return ParallelismConfig(
         data_parallel_replicate_degree=settings.data_parallel_replicate_degree,
         data_parallel_shard_degree=shard_degree,
         expert_parallel_degree=settings.expert_parallel_degree,
-        spmd_backend="partial_dtensor",
+        spmd_backend=cast(Any, settings.spmd_backend),
     )
 
 

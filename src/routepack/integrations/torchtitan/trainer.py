@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torchtitan.components.checkpointer.base import ModelWrapper
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import ParallelDims
@@ -25,7 +24,7 @@ from torchtitan.trainer import Trainer
 from routepack import distributed, minibatches
 from routepack.calibration import Forecaster
 from routepack.errors import PlanError, RankLostError, RoutePackError, TraceError
-from routepack.integrations.torchtitan import folders, huggingface, initialization, moves, overrides
+from routepack.integrations.torchtitan import huggingface, initialization, moves, overrides
 from routepack.integrations.torchtitan.losses import TokenLoss
 from routepack.integrations.torchtitan.model import TrainedModel, check_names, checked, moe_layer_ids, num_experts_of
 from routepack.integrations.torchtitan.observer import StepObserver, TokenMeans
@@ -113,7 +112,10 @@ class RoutePackTrainer(Trainer):
             **config_fields(model, settings),
         )
         start_alone()
-        return cls(config)
+        trainer = cls(config)
+        if settings.initial_weights:
+            trainer.load_huggingface(settings.initial_weights)
+        return trainer
 
     @property
     def model(self) -> Decoder:
@@ -182,7 +184,7 @@ class RoutePackTrainer(Trainer):
         self.observer.start()
         started = time.perf_counter()
         with distributed.together(f"step {self.step} was trained"):
-            self.train_step(self._inputs(microbatches))
+            self.train_step(map(self._input, microbatches))
         self._step_seconds = time.perf_counter() - started
         counts: dict[str, float] = {"trained_tokens": num_trained, "num_microbatches": len(microbatches)}
         rates = {**cast(StepMetrics, self.metrics_processor).last, **self._means.over_ranks(num_trained)}
@@ -308,8 +310,7 @@ class RoutePackTrainer(Trainer):
     def resume(self) -> int:
         """Load the last complete checkpoint if there is one; gives the number of steps that were trained. Collective.
 
-        Ranks, EP degree and placement may differ from those that it was saved with. The placement is restored where the EP
-        degree is the same; elsewhere expert e is in slot e.
+        Ranks, EP degree and placement may differ from those it was saved with; the placement is restored at its EP degree.
         """
         self.checkpointer.load(step=self.config.checkpoint.load_step)
         return self.step
@@ -321,16 +322,18 @@ class RoutePackTrainer(Trainer):
     def export_huggingface(self, folder: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write the weights in Hugging Face's format into a new *folder*, experts in logical order. Collective.
 
-        Raises ConfigError where the model has no names in that format, CheckpointError where the folder cannot be written.
+        Raises ConfigError where the model has no such names, CheckpointError where the folder cannot be written.
         """
         self.check_whole()
-        spec, state = self.config.model_spec, ModelWrapper(self.model_parts).state_dict()
-        assert spec is not None
-        adapter = spec.state_dict_adapter(self.model_config, None) if spec.state_dict_adapter else None
-        floats = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
-        unfinished = folders.fresh_folder(Path(folder))
-        huggingface.write(unfinished, floats, adapter, self.logical_of_parameter())
-        folders.commit(unfinished, Path(folder))
+        huggingface.export(Path(folder), self.model_parts, self.config, self.logical_of_parameter(), dtype=dtype)
+
+    def load_huggingface(self, folder: str | Path) -> None:
+        """Take weights in Hugging Face's format, wherever the experts are; optimizer state stays. Collective.
+
+        Raises CheckpointError where files, names or shapes are not this model's.
+        """
+        self._reshard()
+        huggingface.load(Path(folder), self.model_parts, self.config, self.logical_of_parameter())
 
     def post_dataloading_process(self, input_dict: dict[str, Any], labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """TorchTitan's hook before the forward: takes RoutePack's microbatch out and sets its routes for replay."""
@@ -381,9 +384,6 @@ class RoutePackTrainer(Trainer):
             logprobs_n = self._logprobs(inputs, extra_kwargs, self._microbatch.targets_n)
         overrides.set_replay(self.model, None)
         return logprobs_n.cpu().numpy()
-
-    def _inputs(self, microbatches: list[Microbatch]) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        return (self._input(microbatch) for microbatch in microbatches)
 
     def _input(self, microbatch: Microbatch) -> tuple[dict[str, Any], Tensor]:
         replayed = ReplayedMicrobatch.of(microbatch, self.device)

@@ -1,0 +1,170 @@
+"""A training run over windows that another stack recorded: from a config to everything it is made of, checked beforehand.
+
+A config with ``windows`` is one of these. Each window is a ``routepack.trace/1`` file, or a folder of them, with the token
+fields that the loss reads. Letters: :mod:`routepack.types`.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from torchtitan.models.common.decoder import Decoder
+
+from routepack.background import MIN_READY_SECONDS
+from routepack.checks import real, whole
+from routepack.config import build, check_keys
+from routepack.errors import ConfigError, TraceError
+from routepack.integrations.torchtitan.experiment import (
+    TRAIN_KEYS,
+    Experiment,
+    check_minibatches,
+    check_model,
+    common_parts,
+)
+from routepack.integrations.torchtitan.losses import GRPOTokenLoss, TokenLoss
+from routepack.integrations.torchtitan.model import TrainedModel, moe_layer_ids, num_experts_of, top_k_of
+from routepack.trace import load_trace, trace_header
+from routepack.types import RolloutBatch
+
+SET_ELSEWHERE = {
+    "data_parallel_shard_degree": "topology.data_parallel_degree",
+    "data_parallel_replicate_degree": "topology.data_parallel_degree",
+    "expert_parallel_degree": "topology.expert_parallel_degree",
+    "num_steps": "windows",
+    "seed": "seed",
+    "dump_folder": "out",
+}
+"""Fields of TrainerSettings that follow from other sections, and from which."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSettings:
+    """What is done with each window. Learning rate and its warm-up belong to the trainer section."""
+
+    updates_per_window: int = 1
+    """Passes over each window, all with its one plan."""
+    minibatches_per_window: int = 1
+    """Optimizer steps of a pass, each on an equal part of the plan's microbatches; divides packer.microbatch_multiple."""
+    recompute_logprobs: bool = False
+    """Where the loss reads ``logprobs_old``: compute them under the window's plan and replay, by the weights that it finds.
+    Else they are the trace's ``logprobs_old`` or, without it, its ``logprobs``: those of the policy that sampled."""
+    plan_ready_seconds: float | None = None
+    """Have a plan so many seconds after its window was read, whatever the planner's own budget; the same seed then no longer
+    gives the same run."""
+
+    def __post_init__(self) -> None:
+        for name in ("updates_per_window", "minibatches_per_window"):
+            whole(f"update.{name}", getattr(self, name), least=1)
+        if self.plan_ready_seconds is not None:
+            real("update.plan_ready_seconds", self.plan_ready_seconds, least=MIN_READY_SECONDS, most=86_400.0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TraceExperiment(Experiment):
+    """A run over recorded windows."""
+
+    update: UpdateSettings
+    patterns: Sequence[str]
+    """Files, folders or globs, as the config names them; empty where it does not yet."""
+
+    def check_ready(self) -> None:
+        """Raise unless windows are named and fit the model, and what else a run needs is there."""
+        self.windows()
+        super().check_ready()
+
+    def windows(self) -> list[Path]:
+        """The windows in order: patterns as they are named, what a glob finds by name.
+
+        Raises ConfigError where there is none, TraceError where one is no trace of this model's routing.
+        """
+        if not self.patterns:
+            raise ConfigError("windows is not set: name trace files, folders or globs, as in windows='rollouts/*.safetensors'.")
+        found = [Path(path) for pattern in self.patterns for path in _found(pattern)]
+        for path in found:
+            check_routing(path, self.model)
+        return found
+
+
+def build_trace_experiment(config: DictConfig) -> TraceExperiment:
+    """Build every component that *config* names, and check windows that it names already.
+
+    Raises ConfigError naming the option that is wrong, TraceError naming a window that does not fit the model.
+    """
+    check_keys(config, (*TRAIN_KEYS, "update", "windows"), what="a config that trains on recorded windows")
+    experiment = TraceExperiment(
+        **common_parts(config, default_model=None, default_loss=GRPOTokenLoss, set_elsewhere=SET_ELSEWHERE),
+        update=build(config, "update", base=UpdateSettings),
+        patterns=_patterns(config),
+    )
+    check_model(experiment)
+    check_minibatches(experiment, "update", experiment.update.minibatches_per_window)
+    if experiment.patterns:
+        experiment.windows()
+    return experiment
+
+
+def _patterns(config: DictConfig) -> list[str]:
+    if OmegaConf.is_missing(config, "windows") or config["windows"] is None:
+        return []
+    given = config["windows"]
+    patterns = list(given) if isinstance(given, ListConfig) else [given]
+    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise ConfigError(f"windows={given!r} must name trace files, folders or globs: a text or a list of texts.")
+    return patterns
+
+
+def _found(pattern: str) -> list[str]:
+    paths = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
+    if not paths:
+        raise ConfigError(f"windows={pattern} finds no file.")
+    return paths
+
+
+def check_routing(path: Path, model: TrainedModel) -> None:
+    """Raise TraceError unless the window at *path* has this model's MoE layers, experts and top-k. Reads headers alone."""
+    spec = model.model_spec()
+    layers = moe_layer_ids(spec)
+    for file in [path] if not path.is_dir() else sorted(path.glob("*.safetensors")):
+        header = trace_header(file)
+        wanted = {"MoE layers": len(layers), "experts": num_experts_of(spec), "experts a token (top_k)": top_k_of(spec)}
+        given = dict(zip(wanted, (header.num_layers, header.num_experts, header.top_k), strict=True))
+        for what, number in wanted.items():
+            if given[what] != number:
+                raise TraceError(
+                    f"{file} was recorded with {given[what]} {what}; model {spec.name} {spec.flavor} has {number}: train the "
+                    "model that sampled it."
+                )
+        if header.layer_ids_L.tolist() != layers:
+            raise TraceError(f"{file} recorded layers {header.layer_ids_L.tolist()}; the model's MoE layers are {layers}.")
+
+
+def load_training_window(path: Path, model: TrainedModel, loss: TokenLoss, update: UpdateSettings) -> RolloutBatch:
+    """The window at *path*, with every token field that the loss reads but recomputed ones.
+
+    Raises TraceError naming the field, the token id or the sequence that does not fit.
+    """
+    batch = load_trace(path)
+    fields = dict(batch.token_fields)
+    if "logprobs_old" in loss.needs and not update.recompute_logprobs and "logprobs" in fields:
+        fields.setdefault("logprobs_old", fields["logprobs"])
+    computed = {"logprobs_old"} if update.recompute_logprobs else set()
+    for name in ("token_ids", "loss_mask", *loss.needs):
+        if name not in fields and name not in computed:
+            raise TraceError(f"{path} has token fields {sorted(batch.token_fields)} but no {name}: {_remedy(name)}.")
+    config = cast(Decoder.Config, model.model_spec().model)
+    largest = int(np.max(fields["token_ids"], initial=0))
+    if largest >= config.vocab_size:
+        raise TraceError(f"{path} has token id {largest}; the model's vocabulary has {config.vocab_size}.")
+    return replace(batch, token_fields=fields)
+
+
+def _remedy(name: str) -> str:
+    if name == "logprobs_old":
+        return "record logprobs, or set update.recompute_logprobs=true"
+    return "routepack convert keeps it where the stack recorded it; RolloutBatch.token_fields takes your own"
