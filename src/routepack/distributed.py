@@ -111,7 +111,20 @@ def meet(what: str) -> None:
             dist.barrier()
 
 
-def agree(digest: str, what: str, *, error: RoutePackError | None = None, device: torch.device | str | None = None) -> None:
+SAME_PLAN = (
+    "broadcast rank 0's, or plan on every rank with the same seed and a fixed number of proposals, not a time limit. "
+    "Nothing was moved"
+)
+
+
+def agree(
+    digest: str,
+    what: str,
+    *,
+    error: RoutePackError | None = None,
+    device: torch.device | str | None = None,
+    remedy: str = SAME_PLAN,
+) -> None:
     """Go on only if no rank has an *error* and all hold the same *digest* of *what*; otherwise every rank raises.
 
     A rank with an error raises that one, the others a PlanError: no rank is left waiting in a later collective.
@@ -119,6 +132,7 @@ def agree(digest: str, what: str, *, error: RoutePackError | None = None, device
     Args:
         digest: hexadecimal, such as ``plan.content_digest()``.
         device: of the tensors that are compared; None: one that the ranks' backend takes.
+        remedy: what to do where digests differ.
     """
     words = np.frombuffer(bytes.fromhex(digest)[:32].ljust(32, b"\0"), dtype=np.int64)
     mine = torch.tensor([int(error is not None), *words.tolist()], dtype=torch.int64, device=device or backend_device())
@@ -133,10 +147,7 @@ def agree(digest: str, what: str, *, error: RoutePackError | None = None, device
     if highest[0]:
         raise PlanError(f"another rank could not use its {what}: see its error. Nothing was moved.")
     if not torch.equal(lowest, highest):
-        raise PlanError(
-            f"rank {this_rank()} holds {what} {digest[:12]}, another rank holds a different one: broadcast rank 0's, or plan "
-            "on every rank with the same seed and a fixed number of proposals, not a time limit. Nothing was moved."
-        )
+        raise PlanError(f"rank {this_rank()} holds {what} {digest[:12]}, another rank holds a different one: {remedy}.")
 
 
 def exchange(arriving: Tensor, leaving: Tensor, num_arriving: Sequence[int], num_leaving: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -660,6 +661,10 @@ def refuses(ep: int) -> dict[str, str]:
         "other_plan": lambda: trainer.update(batch, windows.shuffled_plan(batch, topology, rank), CrossEntropyTokenLoss()),
         "broken_batch_on_rank_0": lambda: trainer.update(broken, same, CrossEntropyTokenLoss()),
         "other_placement": lambda: trainer.move_experts(windows.random_placement(rank)),
+        "other_minibatches": lambda: trainer.update_minibatches(batch, same, CrossEntropyTokenLoss(), num_minibatches=1 + rank),
+        "other_call": lambda: (trainer.log_probabilities if rank else partial(trainer.update, loss=CrossEntropyTokenLoss()))(
+            batch, same
+        ),
         "no_memory_on_rank_1": lambda: move_without_memory(trainer),
         "other_topology": lambda: trainer.log_probabilities(
             batch, windows.shuffled_plan(batch, windows.topology(2 * topology.data_parallel_degree, ep), 0)

@@ -37,6 +37,14 @@ def test_ranks_that_disagree_all_refuse(pair, attempt):
         assert f"PlanError: rank {rank} holds pl" in result["refuses"][attempt]
 
 
+def test_ranks_that_ask_for_different_things_all_refuse(pair):
+    for rank, asked in enumerate(("update of 1 minibatches", "update of 2 minibatches")):
+        assert f"PlanError: rank {rank} holds call" in pair[rank]["refuses"]["other_minibatches"]
+        assert f"was asked for {asked}" in pair[rank]["refuses"]["other_minibatches"]
+    for rank, asked in enumerate(("update of 1 minibatches", "log_probabilities")):
+        assert f"was asked for {asked}" in pair[rank]["refuses"]["other_call"]
+
+
 def test_an_error_on_one_rank_reaches_all(pair):
     assert "TraceError: sequence" in pair[0]["refuses"]["broken_batch_on_rank_0"]
     assert "PlanError: another rank could not use its plan" in pair[1]["refuses"]["broken_batch_on_rank_0"]

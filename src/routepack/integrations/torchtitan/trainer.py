@@ -22,6 +22,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.trainer import Trainer
 
 from routepack import distributed, minibatches
+from routepack.arrays import digest_of
 from routepack.calibration import Forecaster
 from routepack.errors import PlanError, RankLostError, RoutePackError, TraceError
 from routepack.integrations.torchtitan import huggingface, initialization, moves, overrides
@@ -160,7 +161,7 @@ class RoutePackTrainer(Trainer):
         As :meth:`update`, with every step's loss divided by the tokens that its own microbatches train. ConfigError where the
         plan's microbatches cannot be dealt equally, TraceError where a group trains no token.
         """
-        microbatches = self._agreed_microbatches(batch, plan)
+        microbatches = self._agreed_microbatches(batch, plan, f"update of {num_minibatches} minibatches")
         groups = minibatches.split(plan, num_minibatches)
         trained = [trained_tokens(batch, plan, group) for group in groups]
         moved: dict[str, float] = {"experts_moved": self.move_experts(plan.placement), "move_ms": 1e3 * self.last_move.seconds}
@@ -197,7 +198,7 @@ class RoutePackTrainer(Trainer):
         Moves experts as planned first, so that the update that follows finds them in place. The same on every rank;
         of its own tokens alone where a rank holds its own sequences.
         """
-        microbatches = self._agreed_microbatches(batch, plan)
+        microbatches = self._agreed_microbatches(batch, plan, "log_probabilities")
         self.move_experts(plan.placement)
         with distributed.together("log-probabilities were computed"):
             results = [self._forward_only(microbatch) for microbatch in microbatches]
@@ -396,7 +397,7 @@ class RoutePackTrainer(Trainer):
         labels = torch.where(replayed.loss_mask_n.bool(), replayed.targets_n, IGNORE_INDEX)
         return inputs, labels[None]
 
-    def _agreed_microbatches(self, batch: Window, plan: Plan) -> list[Microbatch]:
+    def _agreed_microbatches(self, batch: Window, plan: Plan, call: str) -> list[Microbatch]:
         microbatches, error = [], None
         try:
             self._check_plan(own_batch(batch), plan)
@@ -404,6 +405,9 @@ class RoutePackTrainer(Trainer):
         except RoutePackError as caught:
             error = caught
         distributed.agree(plan.content_digest(), "plan", error=error, device=self.device)
+        # Ranks that step a different number of times would wait for one another.
+        remedy = f"this one was asked for {call}; every rank makes the same calls with the same numbers. Nothing was moved"
+        distributed.agree(digest_of(np.frombuffer(call.encode(), np.uint8)), "call", device=self.device, remedy=remedy)
         return microbatches
 
     def _data_parallel_rank(self) -> int:
