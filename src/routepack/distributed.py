@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from routepack.arrays import digest_of
 from routepack.errors import PlanError, RankLostError, RoutePackError
 from routepack.planned import Plan
 
@@ -148,6 +149,15 @@ def agree(
         raise PlanError(f"another rank could not use its {what}: see its error. Nothing was moved.")
     if not torch.equal(lowest, highest):
         raise PlanError(f"rank {this_rank()} holds {what} {digest[:12]}, another rank holds a different one: {remedy}.")
+
+
+def agree_on_call(call: str, *, device: torch.device | str | None = None) -> None:
+    """Go on only if every rank was asked for the same *call*; ranks in different ones would wait for one another.
+
+    Raises PlanError on every rank.
+    """
+    remedy = f"this one was asked for {call}; every rank makes the same calls with the same numbers. Nothing was moved"
+    agree(digest_of(np.frombuffer(call.encode(), np.uint8)), "call", device=device, remedy=remedy)
 
 
 def exchange(arriving: Tensor, leaving: Tensor, num_arriving: Sequence[int], num_leaving: Sequence[int]) -> None:

@@ -22,7 +22,6 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.trainer import Trainer
 
 from routepack import distributed, minibatches
-from routepack.arrays import digest_of
 from routepack.calibration import Forecaster
 from routepack.errors import PlanError, RankLostError, RoutePackError, TraceError
 from routepack.integrations.torchtitan import huggingface, initialization, moves, overrides
@@ -405,9 +404,7 @@ class RoutePackTrainer(Trainer):
         except RoutePackError as caught:
             error = caught
         distributed.agree(plan.content_digest(), "plan", error=error, device=self.device)
-        # Ranks that step a different number of times would wait for one another.
-        remedy = f"this one was asked for {call}; every rank makes the same calls with the same numbers. Nothing was moved"
-        distributed.agree(digest_of(np.frombuffer(call.encode(), np.uint8)), "call", device=self.device, remedy=remedy)
+        distributed.agree_on_call(call, device=self.device)
         return microbatches
 
     def _data_parallel_rank(self) -> int:
