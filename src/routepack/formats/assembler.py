@@ -16,7 +16,7 @@ from routepack.formats.fields import merged_fields
 from routepack.formats.importing import Imported, ImportOptions, ImportReport
 from routepack.formats.routing import ModelRouting
 from routepack.formats.signs import look_for_signs
-from routepack.recorded import RolloutBatch, id_dtype
+from routepack.recorded import RolloutBatch, fed_tokens, id_dtype
 
 MOST_ABSENT = 1 << 16
 """Rows that a sequence may lack where it has less than a sixteenth of them; beyond, its routes are left out."""
@@ -347,8 +347,8 @@ class Assembler:
         report, counts = self.report, np.bincount(self._judged.rows & CODE, minlength=16)
         report.num_sequences, report.num_tokens = batch.num_sequences, int(batch.num_tokens_S.sum())
         report.num_rows, report.num_valid_rows = len(batch.routed_experts_TLK), int(counts[Reason.VALID])
-        report.num_expected_rows = int(np.maximum(batch.num_tokens_S - 1, 1).sum())
-        report.without_routes = int((np.diff(batch.cu_seqlens) == 0).sum())
+        report.num_expected_rows = int(fed_tokens(batch).sum())
+        report.without_routes = int(((np.diff(batch.cu_seqlens) == 0) & (batch.num_tokens_S > 1)).sum())
         report.copied = self._packed is None
         for reason in list(Reason)[1:]:
             report.mask(reason, int(counts[reason]))
