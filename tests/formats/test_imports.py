@@ -91,7 +91,43 @@ def test_a_named_layer_of_zeros_is_no_route_and_is_reported():
 def test_a_layer_of_zeros_and_minus_ones_mixed_is_no_dense_layer():
     ids = routes(5)
     ids[:, 0] = [-1, 0]
-    with pytest.raises(TraceError, match=r"5 rows with partly negative; row 0, layer 0 is \[-1, 0\]"):
+    with pytest.raises(TraceError, match=r"5 rows with a negative id; row 0, layer 0 is \[-1, 0\]"):
+        formats.load("miles", [{"tokens": range(6), "rollout_routed_experts": ids}], MODEL)
+
+
+# Ids that are no marker
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "message"),
+    [
+        (np.int32, -7, r"a negative id; row 2, layer 0 is \[-7, -7\]"),
+        (np.int64, -(2**40), r"a negative id; row 2, layer 0 is \[-1099511627776, -1099511627776\]"),
+        (np.int64, 2**40, r"id not below num_experts; row 2, layer 0 is \[1099511627776, 1099511627776\]"),
+        (np.uint64, 2**63 + 5, r"id not below num_experts; row 2, layer 0 is \[9223372036854775813, 9223372036854775813\]"),
+        (np.uint64, 2**64 - 1, r"id not below num_experts; row 2, layer 0 is \[18446744073709551615, 18446744073709551615\]"),
+        (np.uint8, 255, r"id not below num_experts; row 2, layer 0 is \[255, 255\]"),
+    ],
+)
+@pytest.mark.parametrize("stack", ["arrays", "miles"])
+def test_only_minus_1_says_that_a_row_was_not_recorded(stack, dtype, value, message):
+    ids = routes(5).astype(dtype)
+    ids[2] = value
+    record = {"token_ids": range(6), "tokens": range(6), "routed_experts": ids, "rollout_routed_experts": ids}
+    with pytest.raises(TraceError, match=message):
+        formats.load(stack, [record], MODEL)
+    lenient = formats.load(stack, [record], MODEL, options=ImportOptions(policy="lenient"))
+    assert lenient.batch.valid_T.tolist() == [True, True, False, True, True]
+    ids = routes(5)
+    ids[2] = -1
+    record |= {"routed_experts": ids, "rollout_routed_experts": ids}
+    assert formats.load(stack, [record], MODEL).batch.valid_T.tolist() == [True, True, False, True, True]
+
+
+def test_a_layer_of_negative_ids_is_no_dense_layer():
+    ids = routes(5)
+    ids[:, 0] = -7
+    with pytest.raises(TraceError, match=r"5 rows with a negative id; row 0, layer 0 is \[-7, -7\]"):
         formats.load("miles", [{"tokens": range(6), "rollout_routed_experts": ids}], MODEL)
 
 

@@ -279,7 +279,7 @@ class Assembler:
                 "not recorded; nothing tells which",
                 "zero rows of a top-1 model: taken as not recorded",
             )
-        for reason in (Reason.OUT_OF_RANGE, Reason.PARTLY_MINUS, Reason.DUPLICATE, Reason.ZEROS, Reason.MINUS):
+        for reason in (Reason.OUT_OF_RANGE, Reason.NEGATIVE, Reason.DUPLICATE, Reason.ZEROS, Reason.MINUS):
             if (
                 not counts[reason]
                 or reason in self.convention.missing
@@ -291,7 +291,8 @@ class Assembler:
 
     def _bad_row(self, source: np.ndarray, row: int, position: int, reason: Reason, rows: int) -> str:
         assert self._kept_L is not None, "layers are known once a segment was seen"
-        ids_LK = source[row][self._kept_L].astype(np.int64)
+        # Python's numbers: in int64 an id of uint64 may read as another.
+        ids_LK = source[row][self._kept_L].astype(object)
         wrong_L = (ids_LK < 0).any(axis=1) | (ids_LK >= self.model.num_experts).any(axis=1)
         wrong_L |= (np.diff(np.sort(ids_LK, axis=1), axis=1) == 0).any(axis=1)
         layer = int(wrong_L.argmax())
@@ -401,8 +402,8 @@ def _routed_layers(ids_TLK: np.ndarray) -> np.ndarray:
 
 
 def _holds_more(ids_K: np.ndarray) -> np.ndarray:
-    """Which ids [..., K] are positive, or differ from the first of their row."""
-    return (ids_K > 0) | (ids_K != ids_K[..., :1])
+    """Which ids [..., K] are neither 0 nor -1, or differ from the first of their row."""
+    return (ids_K > 0) | (ids_K < -1) | (ids_K != ids_K[..., :1])
 
 
 def _native(ids_TLK: np.ndarray) -> np.ndarray:
