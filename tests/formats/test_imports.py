@@ -131,6 +131,62 @@ def test_a_layer_of_negative_ids_is_no_dense_layer():
         formats.load("miles", [{"tokens": range(6), "rollout_routed_experts": ids}], MODEL)
 
 
+# Masks
+
+
+def masked_source(stack, mask):
+    ids = np.broadcast_to(routes(6), (2, 6, 4, 2))
+    name = "rollout_expert_indices" if stack == "skyrl" else "routed_experts"
+    return {name: ids, "attention_mask": np.stack([np.ones(6), np.asarray(mask)]).astype(np.asarray(mask).dtype)}
+
+
+@pytest.mark.parametrize("value", [0.5, np.nan, 7.0, -1.0, 2, -1])
+@pytest.mark.parametrize("stack", ["verl", "skyrl"])
+def test_an_attention_mask_holds_nothing_but_0_and_1(stack, value):
+    source = masked_source(stack, [1, 1, value, 1, 1, 1])
+    with pytest.raises(TraceError, match=rf"attention_mask holds {value!r} at sequence 1, position 2 .*: give 0, 1 or bool"):
+        formats.load(stack, source, MODEL)
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 0, 1, 1, 1], [0, 1, 0, 0, 1, 0], [True, False, True, False, True, True]])
+@pytest.mark.parametrize("stack", ["verl", "skyrl"])
+def test_a_hole_in_an_attention_mask_is_refused(stack, mask):
+    hole = 1 + mask.index(1)
+    hole += mask[hole:].index(0)
+    with pytest.raises(TraceError, match=rf"sequence 1: attention_mask has \d runs of tokens; position {hole} between"):
+        formats.load(stack, masked_source(stack, mask), MODEL)
+
+
+@pytest.mark.parametrize("mask", [[1.0] * 6, [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [False, True, True, True, True, False]])
+@pytest.mark.parametrize("stack", ["verl", "skyrl"])
+def test_padding_may_stand_on_either_side(stack, mask):
+    batch = formats.load(stack, masked_source(stack, mask), MODEL).batch
+    assert batch.num_tokens_S.tolist() == [6, sum(mask)]
+
+
+@pytest.mark.parametrize("value", [2, -1])
+@pytest.mark.parametrize(
+    ("stack", "name", "where"),
+    [
+        ("verl", "replay_mask", "sequence 0, position 3"), ("skyrl", "router_padding_mask", "sequence 0, position 3"),
+        ("arrays", "valid", "row 3"),
+    ],
+)  # fmt: skip
+def test_a_mask_of_rows_holds_nothing_but_0_and_1(stack, name, where, value):
+    source = masked_source(stack, [1] * 6) | {name: np.array([[1, 1, 1, value, 1, 1], [1] * 6])}
+    if stack == "arrays":
+        source = {"routed_experts": routes(6), "cu_seqlens": [0, 6], "valid": source[name][0]}
+    with pytest.raises(TraceError, match=rf"{stack}: {name} holds {value} at {where}"):
+        formats.load(stack, source, MODEL)
+
+
+@pytest.mark.parametrize("lengths", [[6, 2.5], [6, -1], [6, 7], [6, np.nan]])
+def test_lengths_are_whole_numbers_up_to_the_width(lengths):
+    source = {"routed_experts": np.broadcast_to(routes(6), (2, 6, 4, 2)), "input_lengths": np.asarray(lengths)}
+    with pytest.raises(TraceError, match=r"nemo-rl: lengths"):
+        formats.load("nemo-rl", source, MODEL)
+
+
 # Top-1 models, where no id can repeat
 
 
