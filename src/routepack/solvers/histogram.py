@@ -21,7 +21,8 @@ def count_experts(
     """How often each sequence's rows name each expert of each layer.
 
     Returns ``tokens_SLE`` (uint16 while no sequence has more than 65,535 ids in a layer, else int32) and the
-    flat index of an id outside 0 .. E - 1 in a valid row, or -1 where there is none. Rows that are not
+    flat index of an id in a valid row that is outside 0 .. E - 1, or stands in its row and layer for the second time; -1
+    where there is none. Rows that are not
     valid are never looked at, so they may hold anything.
     """
     rows_S = np.diff(cu_seqlens)
@@ -63,6 +64,7 @@ def _count_checked(ids_TJ, cu_seqlens, valid_T, tokens_SLE):  # pragma: no cover
     """Count into *tokens_SLE*; stop at the first bad id and return its flat index."""
     layers, experts = tokens_SLE.shape[1:]
     top_k = ids_TJ.shape[1] // layers
+    seen_E, turn = np.zeros(experts, dtype=np.int64), 0
     for s in range(tokens_SLE.shape[0]):
         counts_LE = tokens_SLE[s]
         for t in range(cu_seqlens[s], cu_seqlens[s + 1]):
@@ -72,10 +74,12 @@ def _count_checked(ids_TJ, cu_seqlens, valid_T, tokens_SLE):  # pragma: no cover
             j = 0
             for layer in range(layers):
                 counts_E = counts_LE[layer]
+                turn += 1
                 for _ in range(top_k):
                     expert = np.int64(row[j])
-                    if expert < 0 or expert >= experts:
+                    if expert < 0 or expert >= experts or seen_E[expert] == turn:
                         return t * ids_TJ.shape[1] + j
+                    seen_E[expert] = turn
                     counts_E[expert] += 1
                     j += 1
     return -1
@@ -87,8 +91,10 @@ def _count_bytes(ids_TJ, cu_seqlens, valid_T, tokens_SLE):  # pragma: no cover -
     layers, experts = tokens_SLE.shape[1:]
     top_k = ids_TJ.shape[1] // layers
     counts_LV = np.empty((layers, 256), dtype=tokens_SLE.dtype)
+    seen_V, turn = np.zeros(256, dtype=np.int64), 0
     for s in range(tokens_SLE.shape[0]):
         counts_LV[:] = 0
+        twice = False
         for t in range(cu_seqlens[s], cu_seqlens[s + 1]):
             if valid_T.size and not valid_T[t]:
                 continue
@@ -96,10 +102,13 @@ def _count_bytes(ids_TJ, cu_seqlens, valid_T, tokens_SLE):  # pragma: no cover -
             j = 0
             for layer in range(layers):
                 counts_V = counts_LV[layer]
+                turn += 1
                 for _ in range(top_k):
                     counts_V[row[j]] += 1
+                    twice |= seen_V[row[j]] == turn
+                    seen_V[row[j]] = turn
                     j += 1
-        if counts_LV[:, experts:].any():
+        if twice or counts_LV[:, experts:].any():
             return _count_checked(ids_TJ, cu_seqlens[s:], valid_T, tokens_SLE[s:])
         tokens_SLE[s] = counts_LV[:, :experts]
     return -1
