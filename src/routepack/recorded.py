@@ -269,8 +269,10 @@ def _narrow_counts(tokens_SLE: np.ndarray) -> np.ndarray:
 
 def _check_demand(demand: RoutingDemand) -> None:
     sequences, layers, experts = demand.tokens_SLE.shape
-    if min(sequences, layers, experts) < 1:
-        raise TraceError(f"tokens_SLE has shape {demand.tokens_SLE.shape}: at least one sequence, layer and expert are needed.")
+    if not sequences:
+        raise TraceError("there are no sequences to plan for: was anything recorded?")
+    if min(layers, experts) < 1:
+        raise TraceError(f"tokens_SLE has shape {demand.tokens_SLE.shape}: at least one layer and expert are needed.")
     object.__setattr__(demand, "top_k", whole("top_k", demand.top_k, least=1, error=TraceError))
     if experts > MOST_EXPERTS:
         raise TraceError(f"tokens_SLE counts {experts} experts; at most {MOST_EXPERTS} can be planned.")

@@ -7,7 +7,8 @@ expert, ``routepack.plan/1`` a plan. A trace may also be a folder of such files 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def load_window(path: str | Path) -> RolloutBatch | RoutingDemand:
     if metadata.get("format") == DEMAND:
         return _demand(path, metadata, tensors)
     _expect(path, metadata, TRACE, DEMAND)
-    return _trace(path, metadata, tensors)
+    return _some(path, _trace(path, metadata, tensors))
 
 
 def load_trace(path: str | Path) -> RolloutBatch:
@@ -56,11 +57,12 @@ def load_trace(path: str | Path) -> RolloutBatch:
     Raises TraceError for a file that is missing, truncated, of another format or contradicts itself.
     """
     if not is_folder(path):
-        return _trace(path, *read_tensors(path))
+        return _some(path, _trace(path, *read_tensors(path)))
     shards = sorted(Path(path).glob("*.safetensors"))
     if not shards:
         raise TraceError(f"{path} holds no .safetensors files: name a trace file or a folder of shards.")
-    return concatenate([load_trace(shard) for shard in shards])
+    # A shard may be empty, the whole may not.
+    return _some(path, concatenate([_trace(shard, *read_tensors(shard)) for shard in shards], list(map(str, shards))))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,19 +118,22 @@ def save_trace(batch: RolloutBatch, path: str | Path, **metadata: str) -> None:
     _write(path, tensors, {name: str(value) for name, value in metadata.items()} | header)
 
 
-def concatenate(batches: list[RolloutBatch]) -> RolloutBatch:
-    """One batch of all sequences, in order; the batches must agree on layers, top-k and fields."""
+def concatenate(batches: list[RolloutBatch], names: list[str] | None = None) -> RolloutBatch:
+    """One batch of all sequences, in order; the batches must agree on layers, top-k and fields. *names*: theirs, for errors."""
     first = batches[0]
-    for batch in batches[1:]:
+    for number, batch in enumerate(batches):
+        where = "" if names is None else f"{names[number]}: "
         for name in ("num_experts", "num_layers", "top_k"):
             if getattr(batch, name) != getattr(first, name):
-                raise TraceError(f"shards disagree on {name}: {getattr(first, name)} and {getattr(batch, name)}.")
+                raise TraceError(f"{where}shards disagree on {name}: {getattr(first, name)} and {getattr(batch, name)}.")
         if set(batch.token_fields) != set(first.token_fields) or set(batch.sequence_fields) != set(first.sequence_fields):
-            raise TraceError("shards disagree on their token or sequence fields.")
+            raise TraceError(f"{where}shards disagree on their token or sequence fields.")
         if (batch.layer_ids_L != first.layer_ids_L).any():
-            raise TraceError("shards disagree on layer_ids.")
+            raise TraceError(f"{where}shards disagree on layer_ids.")
         if (batch.modality_S is None) != (first.modality_S is None):
-            raise TraceError("shards disagree on whether sequences have a modality: give modality_ids to all or to none.")
+            raise TraceError(
+                f"{where}shards disagree on whether sequences have a modality: give modality_ids to all or to none."
+            )
     rows = np.cumsum([0] + [len(batch.routed_experts_TLK) for batch in batches])
     valid = [np.ones(len(b.routed_experts_TLK), bool) if b.valid_T is None else b.valid_T for b in batches]
     groups = [batch.group_S for batch in batches if batch.group_S is not None]
@@ -229,20 +234,22 @@ def _trace(path: str | Path, metadata: dict[str, str], tensors: dict[str, np.nda
     ids = tensors["routed_experts"]
     if ids.ndim == 3 and "top_k" in metadata and _number(path, metadata, "top_k") != ids.shape[2]:
         raise TraceError(f"{path} says top_k={metadata['top_k']} but routed_experts has shape {ids.shape}.")
-    batch = RolloutBatch(
-        routed_experts_TLK=ids,
-        cu_seqlens=tensors["cu_seqlens"],
-        num_tokens_S=tensors["num_tokens"],
-        num_experts=_number(path, metadata, "num_experts"),
-        layer_ids_L=_layer_ids(tensors, "routed_experts"),
-        valid_T=tensors.get("valid"),
-        group_S=tensors.get("group_ids"),
-        modality_S=tensors.get("modality_ids"),
-        token_fields=token_fields,
-        sequence_fields=sequence_fields,
-        source=metadata.get("source", ""),
-        weights_version=metadata.get("weights_version", ""),
-    )
+    num_experts = _number(path, metadata, "num_experts")
+    with _naming(path):
+        batch = RolloutBatch(
+            routed_experts_TLK=ids,
+            cu_seqlens=tensors["cu_seqlens"],
+            num_tokens_S=tensors["num_tokens"],
+            num_experts=num_experts,
+            layer_ids_L=_layer_ids(tensors, "routed_experts"),
+            valid_T=tensors.get("valid"),
+            group_S=tensors.get("group_ids"),
+            modality_S=tensors.get("modality_ids"),
+            token_fields=token_fields,
+            sequence_fields=sequence_fields,
+            source=metadata.get("source", ""),
+            weights_version=metadata.get("weights_version", ""),
+        )
     if "num_layers" in metadata and batch.num_layers > _number(path, metadata, "num_layers"):
         raise TraceError(
             f"{path} records {batch.num_layers} layers of a model with num_layers={metadata['num_layers']}: "
@@ -272,17 +279,35 @@ def _demand(path: str | Path, metadata: dict[str, str], tensors: dict[str, np.nd
     for name in ("tokens_SLE", "length_S"):
         if name not in tensors:
             raise TraceError(f"{path} has no tensor {name!r}, which every {DEMAND} file has.")
-    return RoutingDemand(
-        tokens_SLE=tensors["tokens_SLE"],
-        length_S=tensors["length_S"],
-        top_k=_number(path, metadata, "top_k"),
-        group_S=tensors.get("group_S"),
-        modality_S=tensors.get("modality_S"),
-        layer_ids_L=_layer_ids(tensors, "tokens_SLE"),
-        estimated_S=tensors.get("estimated_S"),
-        num_masked_rows=_number(path, metadata, "num_masked_rows") if "num_masked_rows" in metadata else 0,
-        name=metadata.get("name", ""),
-    )
+    top_k = _number(path, metadata, "top_k")
+    num_masked_rows = _number(path, metadata, "num_masked_rows") if "num_masked_rows" in metadata else 0
+    with _naming(path):
+        return RoutingDemand(
+            tokens_SLE=tensors["tokens_SLE"],
+            length_S=tensors["length_S"],
+            top_k=top_k,
+            group_S=tensors.get("group_S"),
+            modality_S=tensors.get("modality_S"),
+            layer_ids_L=_layer_ids(tensors, "tokens_SLE"),
+            estimated_S=tensors.get("estimated_S"),
+            num_masked_rows=num_masked_rows,
+            name=metadata.get("name", ""),
+        )
+
+
+@contextmanager
+def _naming(path: str | Path) -> Iterator[None]:
+    """Errors of what a file holds, with its name: of many files it tells which to mend."""
+    try:
+        yield
+    except RoutePackError as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def _some(path: str | Path, batch: RolloutBatch) -> RolloutBatch:
+    if not batch.num_sequences:
+        raise TraceError(f"{path} holds no sequences: was anything recorded?")
+    return batch
 
 
 def _layer_ids(tensors: dict[str, np.ndarray], counted: str) -> np.ndarray:

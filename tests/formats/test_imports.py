@@ -361,6 +361,29 @@ def test_unknown_options_are_refused(options, message):
         ImportOptions(**options)
 
 
+@pytest.mark.parametrize("stack", sorted(formats.STACKS))
+@pytest.mark.parametrize("given", [{"model": None}, {"options": None}, {"model": {"num_experts": 4}}, {"options": "strict"}])
+def test_a_model_and_options_of_another_kind_are_refused(stack, given):
+    arguments = {"model": MODEL, "options": ImportOptions()} | given
+    with pytest.raises(ConfigError, match=rf"{next(iter(given))}=.* give a (ModelRouting|ImportOptions)"):
+        formats.load(stack, [], **arguments)
+
+
+@pytest.mark.parametrize(
+    ("stack", "names"),
+    [
+        ("verl", "prompt_ids and response_ids"), ("skyrl", "prompt_ids and response_ids"), ("slime", "tokens"),
+        ("miles", "tokens"), ("vllm", "prompt_token_ids and token_ids"), ("prime-rl", "token_ids"),
+        ("nemo-rl", "prompt_token_ids and generation_token_ids"), ("arrays", "token_ids"),
+        ("areal", "input_tokens and output_tokens"),
+    ],
+)  # fmt: skip
+def test_a_record_of_another_stack_is_named_as_one(stack, names):
+    record = {"text": "a", "something_routed": [1]}
+    with pytest.raises(TraceError, match=rf"{stack}, \w+ 0: no tokens were found: a record has {names}.* has text, something"):
+        formats.load(stack, [record], MODEL)
+
+
 def test_an_unknown_stack_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="from='trl' is no stack that RoutePack reads: choose from vllm, sglang"):
         formats.load("trl", [], MODEL)

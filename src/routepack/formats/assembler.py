@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from routepack.checks import MOST
+from routepack.checks import MOST, instance
 from routepack.errors import TraceError
 from routepack.formats.buffers import GrowingRows
 from routepack.formats.convention import CODE, COUNTS_UP, REPEATS, Convention, Reason, tell_tale
@@ -52,6 +52,8 @@ class Assembler:
     """Takes sequences one by one, so that their sources can be released, and builds the batch."""
 
     def __init__(self, model: ModelRouting, convention: Convention, options: ImportOptions) -> None:
+        instance("model", model, ModelRouting)
+        instance("options", options, ImportOptions)
         self.model, self.convention, self.options = model, convention, options
         self.report = ImportReport(stack=convention.stack)
         self._shape: tuple[int, int] = (0, 0)
