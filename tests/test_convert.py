@@ -1,6 +1,7 @@
 """``routepack convert``: what it writes, says and refuses."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -131,3 +132,13 @@ def test_coverage_is_1_where_no_row_was_lost_and_inspect_says_the_same(tmp_path,
 def test_a_demand_says_of_whole_sequences_what_its_trace_says():
     batch = load("arrays", lost_rows([1, 5, 7], [0, 5, 6], []), ModelRouting(num_experts=8)).batch
     assert inspect_routing(RoutingDemandCollector(min_coverage=0).collect(batch)).coverage.share == 1
+
+
+def test_the_longest_reason_stands_apart_from_its_count(routepack, tmp_path):
+    ids = lost_rows([9], [9], [])["routed_experts"]
+    np.savez(tmp_path / "p.npz", rollout_expert_indices=np.concatenate([ids[:8], ids[7:8]]), cu_seqlens=[0, 9])
+    code, stdout, _ = routepack(
+        "convert", "--from", "skyrl", tmp_path / "p.npz", tmp_path / "t.safetensors", "--num-experts", 8
+    )
+    assert (code, re.search(r"last row made up by the stack +1\n", stdout) is not None) == (0, True)
+    assert re.search(r"stack {2,}1\n", stdout)

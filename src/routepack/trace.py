@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from routepack.types import (
 )
 
 TRACE, DEMAND, PLAN = "routepack.trace/1", "routepack.demand/1", "routepack.plan/1"
+PLAN_TENSORS = ("physical_to_logical", "cell_of_sequence", "order", "length")
+_PLAN_NOUNS = ("topology", "placement", "packing", "length_S", "certificate", "rules")
 _DTYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "F16": np.float16, "U32": np.uint32,
     "I32": np.int32, "F32": np.float32, "U64": np.uint64, "I64": np.int64, "F64": np.float64,
@@ -184,29 +186,71 @@ def load_plan(path: str | Path) -> Plan:
     """Read a ``routepack.plan/1`` file; whether it still is what was planned, :func:`routepack.verify` tells."""
     metadata, tensors = read_tensors(path)
     _expect(path, metadata, PLAN)
+    header = _plan_header(path, metadata)
+    for name in PLAN_TENSORS:
+        if name not in tensors:
+            raise TraceError(f"{path} has no tensor {name!r}, which every {PLAN} file has: plan again.")
     try:
-        header = json.loads(metadata["plan"])
-        if not header["digest"]:
-            raise TraceError(f"{path} has lost the digest of its plan: plan again.")
-        topology = Topology(**header.pop("topology"))
-        return Plan(
-            topology=topology,
-            placement=ExpertPlacement(physical_to_logical_LP=tensors["physical_to_logical"]),
-            packing=Packing(
-                cell_of_S=tensors["cell_of_sequence"],
-                order_S=tensors["order"],
-                num_microbatches=header.pop("num_microbatches"),
-                data_parallel_degree=topology.data_parallel_degree,
-            ),
-            length_S=tensors["length"],
-            certificate=Certificate(**header.pop("certificate")),
-            rules=PackingRules(**header.pop("rules", {})),
-            **header,
-        )
+        with naming(path):
+            return _plan(header, tensors)
     except RoutePackError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        raise TraceError(f"{path} is not a whole {PLAN} file: {type(error).__name__}: {error}.") from error
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise TraceError(f"{path} is not a whole {PLAN} file: a value is not of its kind ({error}). Plan again.") from error
+
+
+def _plan(header: dict[str, Any], tensors: dict[str, np.ndarray]) -> Plan:
+    topology = Topology(**header.pop("topology"))
+    return Plan(
+        topology=topology,
+        placement=ExpertPlacement(physical_to_logical_LP=tensors["physical_to_logical"]),
+        packing=Packing(
+            cell_of_S=tensors["cell_of_sequence"],
+            order_S=tensors["order"],
+            num_microbatches=header.pop("num_microbatches"),
+            data_parallel_degree=topology.data_parallel_degree,
+        ),
+        length_S=tensors["length"],
+        certificate=Certificate(**header.pop("certificate")),
+        rules=PackingRules(**header.pop("rules")),
+        **header,
+    )
+
+
+def _plan_header(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
+    """The header of a plan, with all entries that a plan is made of and no others."""
+    if "plan" not in metadata:
+        raise TraceError(f"{path} lacks the metadata entry 'plan', which says what was planned: plan again.")
+    try:
+        header = json.loads(metadata["plan"])
+    except RecursionError as error:
+        raise TraceError(f"{path} is not a whole {PLAN} file: its header is nested too deeply.") from error
+    except ValueError as error:
+        raise TraceError(f"{path} is not a whole {PLAN} file: its header is no JSON ({error}).") from error
+    figures = {entry.name: _is_required(entry) for entry in fields(Plan) if entry.name not in _PLAN_NOUNS}
+    parts = {"num_microbatches": True, "topology": True, "certificate": True, "rules": False}
+    _check_entries(path, "its header", header, figures | parts | {"digest": True})
+    for name, noun in (("topology", Topology), ("certificate", Certificate), ("rules", PackingRules)):
+        wanted = {entry.name: _is_required(entry) for entry in fields(noun)}
+        _check_entries(path, name, header.setdefault(name, {}), wanted)
+    if not header["digest"]:
+        raise TraceError(f"{path} has lost the digest of its plan: plan again.")
+    return header
+
+
+def _is_required(entry: Field) -> bool:
+    return entry.default is MISSING and entry.default_factory is MISSING
+
+
+def _check_entries(path: str | Path, name: str, given: Any, wanted: dict[str, bool]) -> None:
+    """Raise TraceError unless *given* is an object with the required of the *wanted* entries and no others."""
+    if not isinstance(given, dict):
+        raise TraceError(f"{path} is not a whole {PLAN} file: {name} is a {type(given).__name__}, no JSON object.")
+    missing = [key for key, is_required in wanted.items() if is_required and key not in given]
+    unknown = [key[:40] for key in given if key not in wanted]
+    if missing or unknown:
+        what = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(unknown[:8])}, which no plan has"
+        raise TraceError(f"{path} is not a whole {PLAN} file: {name} {what}. Was it changed, or cut off? Plan again.")
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
@@ -235,7 +279,7 @@ def _trace(path: str | Path, metadata: dict[str, str], tensors: dict[str, np.nda
     if ids.ndim == 3 and "top_k" in metadata and _number(path, metadata, "top_k") != ids.shape[2]:
         raise TraceError(f"{path} says top_k={metadata['top_k']} but routed_experts has shape {ids.shape}.")
     num_experts = _number(path, metadata, "num_experts")
-    with _naming(path):
+    with naming(path):
         batch = RolloutBatch(
             routed_experts_TLK=ids,
             cu_seqlens=tensors["cu_seqlens"],
@@ -281,7 +325,7 @@ def _demand(path: str | Path, metadata: dict[str, str], tensors: dict[str, np.nd
             raise TraceError(f"{path} has no tensor {name!r}, which every {DEMAND} file has.")
     top_k = _number(path, metadata, "top_k")
     num_masked_rows = _number(path, metadata, "num_masked_rows") if "num_masked_rows" in metadata else 0
-    with _naming(path):
+    with naming(path):
         return RoutingDemand(
             tokens_SLE=tensors["tokens_SLE"],
             length_S=tensors["length_S"],
@@ -296,11 +340,11 @@ def _demand(path: str | Path, metadata: dict[str, str], tensors: dict[str, np.nd
 
 
 @contextmanager
-def _naming(path: str | Path) -> Iterator[None]:
-    """Errors of what a file holds, with its name: of many files it tells which to mend."""
+def naming(path: str | Path, kind: type[RoutePackError] = RoutePackError) -> Iterator[None]:
+    """Errors of what a file holds, of *kind*, with its name: of many files it tells which to mend."""
     try:
         yield
-    except RoutePackError as error:
+    except kind as error:
         raise type(error)(f"{path}: {error}") from error
 
 
