@@ -35,7 +35,7 @@ def attended(value: Any, batch: int, width: int, where: str) -> np.ndarray:
         hole = int(np.flatnonzero(~marked[b, marked[b].argmax() :])[0] + marked[b].argmax())
         raise TraceError(
             f"{where}, sequence {b}: attention_mask has {starts_B[b]} runs of tokens; position {hole} between them is masked. "
-            "Padding stands before and after a sequence's tokens, never among them: cut what was masked out of tokens and routes."
+            "Padding stands before and after a sequence's tokens, never among them: cut masked tokens out, routes too."
         )
     return marked
 
