@@ -104,11 +104,13 @@ class RoutingDemandCollector:
     def count(self, batch: RolloutBatch) -> tuple[RoutingDemand, np.ndarray]:
         """What was recorded, nothing estimated, and float64 [S], each sequence's share of valid rows."""
         # The compiled kernel costs half a second to load, which `import routepack` should not.
-        from routepack.solvers.histogram import count_experts
+        from routepack.solvers.histogram import count_experts, find_repeated
 
         tokens_SLE, bad = count_experts(
             batch.routed_experts_TLK, batch.cu_seqlens, batch.num_experts, batch.valid_T, self.num_threads or None
         )
+        if bad < 0:
+            bad = find_repeated(batch.routed_experts_TLK, batch.num_experts, batch.valid_T, self.num_threads or None)
         if bad >= 0:
             raise _bad_id(batch, bad)
         rows_S = _valid_rows(batch)
