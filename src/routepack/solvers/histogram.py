@@ -136,7 +136,7 @@ def _count_bytes(ids_TJ, cu_seqlens, valid_T, tokens_SLE):  # pragma: no cover -
 
 @njit(nogil=True, cache=True)
 def _find_repeated(ids_TJ, layers, experts, valid_T, first, end):  # pragma: no cover - compiled
-    """Which experts a row named is told by its number, so that nothing need be cleared; a row is searched only if one repeats."""
+    """Which experts a row named its number tells, so that nothing need be cleared; a row is searched only if one repeats."""
     top_k = ids_TJ.shape[1] // layers
     seen_E, turn = np.zeros(experts, dtype=np.int64), 0
     for t in range(first, end):
