@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from routepack.cli import app, main
@@ -148,7 +149,9 @@ def test_verify_rejects_another_trace(routepack, trace, tmp_path):
         (["num_proposals=0"], "num_proposals=0"),
         (["trace=absent.safetensors"], "absent.safetensors cannot be read"),
         (["trace=[1,2]"], "trace=[1, 2] is no path"),
-        (["out={a: 1}"], "out={'a': 1} is no path"),
+        (["out={a: 1}"], "out={'a': 1} is no path: name a file, as in out=plan.safetensors"),
+        (["out="], "out is not set: name a file, as in out=plan.safetensors"),
+        (["trace="], "trace is not set: name a file, as in trace=rollouts.safetensors"),
         (["packer.max_tokens=1.5"], "packer.max_tokens=1.5"),
     ],
 )
@@ -245,6 +248,50 @@ def test_verify_rejects_a_plan_whose_header_was_changed(routepack, trace, change
     assert (code, err.startswith("routepack: ")) == (1, True)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"digest": ...}, "its header lacks digest"),
+        ({"certificate": ...}, "its header lacks certificate"),
+        ({"value": ..., "bound": ...}, "its header lacks value, bound"),
+        ({"topology": None}, "topology is a NoneType, no JSON object"),
+        ({"topology__expert_parallel_degree": ...}, "topology lacks expert_parallel_degree"),
+        ({"rules": [1]}, "rules is a list, no JSON object"),
+        ({"colour": 3}, "its header has colour, which no plan has"),
+        ({"certificate__proof": 3}, "certificate has proof, which no plan has"),
+        ({"value": 10**400}, "must be a finite number"),
+    ],
+    ids=str,
+)
+def test_what_a_plan_s_header_lacks_is_named(routepack, trace, changes, message):
+    out, _ = planned(routepack, trace)
+    rewritten(out, **changes)
+    code, _, err = routepack("verify", out, trace)
+    assert (code, message in err, str(out) in err) == (1, True, True)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [("null", "its header is a NoneType, no JSON object"), ("{", "its header is no JSON"), (None, "lacks the metadata entry")],
+)
+def test_a_plan_without_a_header_says_so(routepack, trace, plan, message):
+    out, _ = planned(routepack, trace)
+    save_file(load_file(out), out, metadata={"format": "routepack.plan/1"} | ({} if plan is None else {"plan": plan}))
+    code, _, err = routepack("verify", out, trace)
+    assert (code, message in err, "Error" in err) == (1, True, False)
+
+
+def test_a_plan_without_a_tensor_names_it(routepack, trace):
+    out, _ = planned(routepack, trace)
+    with safe_open(out, framework="np") as file:
+        metadata = file.metadata()
+    tensors = load_file(out)
+    save_file({name: tensors[name] for name in tensors if name != "order"}, out, metadata=metadata)
+    assert "has no tensor 'order'" in routepack("verify", out, trace)[2]
+    save_file(tensors | {"order": tensors["order"][:-1]}, out, metadata=metadata)
+    assert "order_S has 23 entries for 24 sequences" in routepack("verify", out, trace)[2]
+
+
 def test_verify_looks_past_how_long_planning_took(routepack, trace):
     out, _ = planned(routepack, trace)
     rewritten(out, plan_seconds=99.0)
@@ -315,6 +362,20 @@ def test_calibrate_refuses_a_log_that_tells_nothing(routepack, tmp_path, content
     assert not (tmp_path / "layer.yaml").exists()
 
 
+@pytest.mark.parametrize("kept", [1, 20, -1])
+def test_calibrate_leaves_out_a_last_line_that_was_cut_off(routepack, tmp_path, kept):
+    log = step_log(tmp_path / "steps.jsonl")
+    whole, torn = log.read_text(), log.read_text().splitlines()[0][:kept]
+    log.write_text(f"{whole}\n{torn}")
+    with pytest.warns(UserWarning, match=r"steps\.jsonl: the last line, 41, was cut off"):
+        code, _, _ = routepack("calibrate", log, "--out", tmp_path / "layer.yaml")
+    assert (code, "40 steps" in (tmp_path / "layer.yaml").read_text()) == (0, True)
+    for text in (f"{whole}\n{torn}\n", f"{torn}\n{whole}"):
+        log.write_text(text)
+        code, _, err = routepack("calibrate", log, "--out", tmp_path / "layer.yaml")
+        assert (code, "not JSON" in err, "remove the line" in err) == (1, True, True)
+
+
 def test_calibrate_refuses_an_unknown_sync(routepack, tmp_path):
     code, _, err = routepack("calibrate", step_log(tmp_path / "steps.jsonl"), "--sync", "epoch")
     assert code == 1
@@ -354,6 +415,31 @@ def test_inspect_reads_a_demand_and_can_leave_planning_out(routepack, trace, tmp
 def test_inspect_names_the_option_that_is_wrong(routepack, trace, options, message):
     code, _, err = routepack("inspect", trace, *options)
     assert (code, message in err) == (1, True)
+
+
+@pytest.mark.parametrize("dp", ["2", ""])
+def test_inspect_shows_nothing_of_a_trace_without_valid_rows(routepack, tmp_path, dp):
+    lengths = np.arange(4, 28)
+    masked = write_trace(tmp_path / "masked.safetensors", lengths=lengths, valid=np.zeros((lengths - 1).sum(), bool))
+    code, stdout, err = routepack("inspect", masked, "--dp", dp)
+    assert (code, stdout) == (1, "")
+    assert "masked.safetensors: none of its 24 sequences has a recorded row (348 rows are masked)" in err
+
+
+def test_inspect_shows_nothing_where_planning_lacks_rows(routepack, tmp_path):
+    lengths = np.arange(4, 28)
+    valid = np.zeros((lengths - 1).sum(), bool)
+    valid[0] = True
+    code, stdout, err = routepack("inspect", write_trace(tmp_path / "t.safetensors", lengths=lengths, valid=valid), "--dp", "2")
+    assert (code, stdout, "has recorded routes for 50% of its rows" in err) == (1, "", True)
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_wrong_ids_are_told_with_the_trace_they_stand_in(routepack, trace, command):
+    twice = write_trace(trace.parent / "twice.safetensors", lengths=[5] * 8, ids=np.tile([[1, 1], [2, 3], [4, 5]], (32, 1, 1)))
+    args = [twice] if command == "inspect" else [PLAN, f"trace={twice}", f"out={trace.parent / 'p.safetensors'}", *SMALL]
+    code, stdout, err = routepack(command, *args)
+    assert (code, stdout, f"{twice}: sequence 0, row 0, layer 0: expert id 1 stands twice" in err) == (1, "", True)
 
 
 def test_a_trace_s_own_words_do_not_style_the_terminal(routepack, trace, tmp_path):

@@ -1,10 +1,15 @@
 """``routepack convert``: what it writes, says and refuses."""
 
 import json
+import re
 
+import numpy as np
 import pytest
 
 from routepack.cli import app, main
+from routepack.components.collector import RoutingDemandCollector
+from routepack.formats import ModelRouting, convert, load
+from routepack.inspection import inspect_routing
 from routepack.trace import load_window
 
 
@@ -90,3 +95,50 @@ def test_convert_lenient_masks_counts_and_reports(routepack, recorded):
     assert "id not below num_experts" in stdout
     assert "they look physical" in stdout
     assert load_window(out).valid_T.any()
+
+
+def lost_rows(lengths, num_rows, lost, *, experts=8):
+    """Arrays of sequences of *lengths* with *num_rows* rows each; those numbered *lost* are -1."""
+    rng = np.random.default_rng(0)
+    ids = np.argsort(rng.random((sum(num_rows), 3, experts)), axis=-1)[..., :2].astype(np.int32)
+    ids[lost] = -1
+    return {"routed_experts": ids, "cu_seqlens": np.cumsum([0, *num_rows]), "num_tokens": np.asarray(lengths)}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_rows", "lost", "share"),
+    [
+        ([5, 7], [5, 7], [], (12, 12)),
+        ([5, 7], [4, 6], [], (10, 10)),
+        ([5, 7], [5, 6], [], (11, 11)),
+        ([5, 7], [5, 7], [2], (11, 12)),
+        ([5, 7], [5, 7], [4], (11, 11)),
+        ([5, 7], [5, 7], [3, 4], (10, 11)),
+        ([5, 7], [0, 7], [], (7, 11)),
+        ([1, 7], [0, 6], [], (6, 6)),
+        ([1, 7], [1, 7], [], (8, 8)),
+    ],
+)
+def test_coverage_is_1_where_no_row_was_lost_and_inspect_says_the_same(tmp_path, lengths, num_rows, lost, share):
+    np.savez(tmp_path / "rows.npz", **lost_rows(lengths, num_rows, lost))
+    report = convert("arrays", tmp_path / "rows.npz", tmp_path / "t.safetensors", ModelRouting(num_experts=8)).report
+    assert (report.num_valid_rows, report.num_expected_rows) == share
+    found = inspect_routing(load_window(tmp_path / "t.safetensors")).coverage
+    assert (found.recorded_rows, found.fed_tokens) == share
+    assert report.coverage == found.share
+    assert (found.share == 1) == (found.missing_sequences + found.partial_sequences == 0)
+
+
+def test_a_demand_says_of_whole_sequences_what_its_trace_says():
+    batch = load("arrays", lost_rows([1, 5, 7], [0, 5, 6], []), ModelRouting(num_experts=8)).batch
+    assert inspect_routing(RoutingDemandCollector(min_coverage=0).collect(batch)).coverage.share == 1
+
+
+def test_the_longest_reason_stands_apart_from_its_count(routepack, tmp_path):
+    ids = lost_rows([9], [9], [])["routed_experts"]
+    np.savez(tmp_path / "p.npz", rollout_expert_indices=np.concatenate([ids[:8], ids[7:8]]), cu_seqlens=[0, 9])
+    code, stdout, _ = routepack(
+        "convert", "--from", "skyrl", tmp_path / "p.npz", tmp_path / "t.safetensors", "--num-experts", 8
+    )
+    assert (code, re.search(r"last row made up by the stack +1\n", stdout) is not None) == (0, True)
+    assert re.search(r"stack {2,}1\n", stdout)

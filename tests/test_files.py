@@ -60,6 +60,12 @@ def test_devices_and_pipes_are_no_places_to_write_to(tmp_path):
             pass
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs Linux's /proc, a folder that takes no files")
+def test_a_folder_that_takes_no_files_is_not_said_to_be_missing():
+    with pytest.raises(ConfigError, match=r"cannot write /proc/p: .*: choose another folder"), atomic_path("/proc/p"):
+        pass
+
+
 def test_a_full_disk_leaves_nothing_behind(tmp_path):
     with pytest.raises(ConfigError, match="No space left"):
         write_half(tmp_path / "out", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))

@@ -1,14 +1,18 @@
+import io
 import json
+import re
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from rich.console import Console
 from safetensors.numpy import load_file
 
 from routepack import testing
 from routepack.components.collector import RoutingDemandCollector
 from routepack.errors import ConfigError
 from routepack.inspection import inspect_routing, layer_loads
+from routepack.inspection_text import inspection_text
 from routepack.types import RolloutBatch
 
 
@@ -156,3 +160,16 @@ def test_figures_are_valid_json_even_where_nothing_is_known():
     batch = testing.synthetic_batch(num_sequences=4, group_size=1, max_length=32)
     figures = json.loads(json.dumps(inspect_routing(batch).as_dict(), allow_nan=False))
     assert figures["groups"]["within"] is None
+
+
+@pytest.mark.parametrize("groups", [2, 3, 4, 9])
+def test_no_word_of_a_table_is_cut_at_80_characters(groups):
+    lengths = [200] * (2 * groups)
+    rows = np.argsort(np.random.default_rng(0).random((199 * 2 * groups, 26, 64)), axis=2)[..., :6]
+    batch = batch_of(rows, lengths, num_experts=64, group_S=np.arange(2 * groups) % groups + 100)
+    console = Console(width=80, file=io.StringIO())
+    console.print(inspection_text(inspect_routing(batch)))
+    text = console.file.getvalue()
+    assert "…" not in text
+    assert re.search(r"group +sequences .* elsewhere *$", text, re.MULTILINE)
+    assert len(re.findall(r"^ *10\d +2 .*%$", text, re.MULTILINE)) == min(groups, 6)

@@ -74,7 +74,7 @@ def test_a_record_survives_the_file(tmp_path):
 )
 def test_a_line_that_is_none_is_named(tmp_path, line, message):
     path = tmp_path / "steps.jsonl"
-    path.write_text(line)
+    path.write_text(f"{line}\n")
     with pytest.raises(TraceError, match=message):
         load_steps([path])
 

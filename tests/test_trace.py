@@ -2,8 +2,8 @@ import json
 
 import numpy as np
 import pytest
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file, save_file
 
 from routepack.errors import ConfigError, TraceError
 from routepack.trace import concatenate, load_demand, load_plan, load_trace, load_window, save_demand, save_plan, save_trace
@@ -131,7 +131,7 @@ def test_hostile_metadata_is_a_trace_error(tmp_path, change, message):
 def test_a_plan_nested_without_end_is_a_trace_error(tmp_path):
     metadata = {"format": "routepack.plan/1", "plan": "[" * 200_000 + "]" * 200_000}
     save_file({"length": np.ones(1)}, tmp_path / "p.safetensors", metadata=metadata)
-    with pytest.raises(TraceError, match=r"is not a whole routepack\.plan/1 file: RecursionError"):
+    with pytest.raises(TraceError, match=r"is not a whole routepack\.plan/1 file: its header is nested too deeply"):
         load_plan(tmp_path / "p.safetensors")
 
 
@@ -176,3 +176,57 @@ def test_an_older_file_survives_a_failed_write(tmp_path, monkeypatch):
         save_trace(batch_of((4, 4)), path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["t.safetensors"]
+
+
+def spoiled(path, **changes):
+    """A trace file with some tensors replaced."""
+    save_trace(batch_of(), path)
+    with safe_open(path, framework="np") as file:
+        metadata = file.metadata()
+    save_file(load_file(path) | changes, path, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cu_seqlens": np.array([0, 99])}, "cu_seqlens must hold"),
+        ({"num_tokens": np.array([0, 1, 5])}, "sequence 0 has 0 tokens"),
+        ({"valid": np.ones(2, bool)}, "valid_T has 2 entries"),
+        ({"layer_ids": np.array([5, 5], np.int32)}, "must name each"),
+    ],
+)
+def test_what_is_wrong_inside_a_file_comes_with_its_name(tmp_path, changes, message):
+    (tmp_path / "shards").mkdir()
+    save_trace(batch_of(), tmp_path / "shards/a.safetensors")
+    spoiled(tmp_path / "shards/b.safetensors", **changes)
+    for path in (tmp_path / "shards/b.safetensors", tmp_path / "shards"):
+        with pytest.raises(TraceError, match=rf"^{tmp_path}/shards/b\.safetensors: .*{message}"):
+            load_window(path)
+
+
+def test_the_shard_that_disagrees_is_named(tmp_path):
+    save_trace(batch_of(), tmp_path / "a.safetensors")
+    save_trace(batch_of(experts=16), tmp_path / "b.safetensors")
+    with pytest.raises(TraceError, match=rf"^{tmp_path}/b\.safetensors: shards disagree on num_experts"):
+        load_trace(tmp_path)
+
+
+def test_a_demand_that_is_wrong_comes_with_its_file(tmp_path):
+    demand = RoutingDemand(tokens_SLE=[[[2, 0, 2]]], length_S=[2], top_k=2)
+    save_demand(demand, tmp_path / "d.safetensors")
+    with safe_open(tmp_path / "d.safetensors", framework="np") as file:
+        metadata = file.metadata()
+    tensors = load_file(tmp_path / "d.safetensors") | {"length_S": np.array([2, 2])}
+    save_file(tensors, tmp_path / "d.safetensors", metadata=metadata)
+    with pytest.raises(TraceError, match=rf"^{tmp_path}/d\.safetensors: length_S has 2 entries"):
+        load_window(tmp_path / "d.safetensors")
+
+
+@pytest.mark.parametrize("load", [load_trace, load_window])
+@pytest.mark.parametrize("name", ["a.safetensors", ""])
+def test_a_trace_without_sequences_says_so(tmp_path, load, name):
+    empty = RolloutBatch(routed_experts_TLK=np.zeros((0, 2, 2), np.uint8), cu_seqlens=[0], num_tokens_S=np.zeros(0, np.int64),
+                         num_experts=8)  # fmt: skip
+    save_trace(empty, tmp_path / "a.safetensors")
+    with pytest.raises(TraceError, match=rf"^{tmp_path / name} holds no sequences"):
+        load(tmp_path / name)

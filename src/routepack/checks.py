@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from numbers import Integral, Real
 from typing import Any
 
@@ -10,6 +11,9 @@ from routepack.errors import ConfigError, RoutePackError
 
 MOST = 2**48
 """No count that RoutePack works with is larger; 64-bit sums of products stay exact below it."""
+
+LARGEST = sys.float_info.max
+"""Whole numbers, too, can be larger than any float."""
 
 
 def whole(name: str, value: Any, *, least: int, most: int = MOST, error: type[RoutePackError] = ConfigError) -> int:
@@ -29,11 +33,15 @@ def real(
     name: str, value: Any, *, least: float = -math.inf, most: float = math.inf, error: type[RoutePackError] = ConfigError
 ) -> float:
     """*value* as a float if it is a finite number in [least, most]; else *error*."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, Real) or not _is_finite(value):
         raise error(f"{name}={value!r} must be a finite number.")
     if not least <= float(value) <= most:
         raise error(f"{name}={value!r} must lie between {least:g} and {most:g}.")
     return float(value)
+
+
+def _is_finite(value: Any) -> bool:
+    return abs(int(value)) <= LARGEST if isinstance(value, Integral) else math.isfinite(value)
 
 
 def instance(name: str, value: Any, kind: type | tuple[type, ...], *, error: type[RoutePackError] = ConfigError) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from routepack.config import check_keys, load
-from routepack.errors import ConfigError, PlanError, RoutePackError
+from routepack.errors import ConfigError, PlanError, RoutePackError, TraceError
 from routepack.files import atomic_path, check_out
 
 app = typer.Typer(
@@ -26,7 +26,8 @@ app = typer.Typer(
 Layers = Annotated[
     list[str], typer.Argument(metavar="CONFIG... [key=value...]", help="YAML files, then overrides; later wins.")
 ]
-PLAN_FILE_KEYS = ("trace", "out")
+EXAMPLES = {"trace": "rollouts.safetensors", "out": "plan.safetensors"}
+PLAN_FILE_KEYS = tuple(EXAMPLES)
 PART_LABELS = {
     "attention": "attention and dense",
     "expert": "experts",
@@ -73,13 +74,15 @@ def plan(
 ) -> None:
     """Plan one optimizer step from a recorded trace: baseline, plan and lower bound side by side."""
     from routepack.metrics import plan_metrics
-    from routepack.trace import load_window, save_plan
+    from routepack.trace import load_window, naming, save_plan
 
     config = load(*split_layers(layers))
     planner = _planner(config)
     trace, out = _path(config, "trace"), _path(config, "out")
     check_out(out, trace)
-    made = planner.plan(load_window(trace))
+    window = load_window(trace)
+    with naming(trace, TraceError):
+        made = planner.plan(window)
     save_plan(made, out)
     if as_json:
         figures = plan_metrics(made, prefix="")
@@ -304,8 +307,10 @@ def convert(
         typer.echo(json.dumps({"out": str(destination)} | report.figures()))
         return
     console = Console()
-    for label, value in report.lines():
-        console.print(f"{label:<24}{value}", soft_wrap=True, markup=False, highlight=False)
+    lines = report.lines()
+    width = max(24, *(len(label) + 2 for label, _ in lines))
+    for label, value in lines:
+        console.print(f"{label:<{width}}{value}", soft_wrap=True, markup=False, highlight=False)
     console.print(f"Trace: {destination}. Next: routepack plan configs/plan.yaml trace={destination}", soft_wrap=True)
 
 
@@ -377,9 +382,9 @@ def _planner(config: Any) -> Any:
 
 def _path(config: Any, key: str) -> Path:
     if key not in config or config[key] in (None, ""):
-        raise ConfigError(f"{key} is not set: name a file, as in {key}=rollouts.safetensors.")
+        raise ConfigError(f"{key} is not set: name a file, as in {key}={EXAMPLES[key]}.")
     if not isinstance(config[key], str | int | float):
-        raise ConfigError(f"{key}={config[key]} is no path: name a file, as in {key}=rollouts.safetensors.")
+        raise ConfigError(f"{key}={config[key]} is no path: name a file, as in {key}={EXAMPLES[key]}.")
     return Path(str(config[key]))
 
 

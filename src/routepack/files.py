@@ -22,7 +22,8 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     try:
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}: choose a folder that exists.") from error
+        remedy = "another folder: no file can be made in this one" if is_folder(target.parent) else "a folder that exists"
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}: choose {remedy}.") from error
     os.close(handle)
     temporary = Path(name)
     try:

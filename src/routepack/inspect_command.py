@@ -8,12 +8,13 @@ from typing import Any, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from routepack.components.collector import RoutingDemandCollector
 from routepack.cost import CostModel, WindowNormalizedCost
-from routepack.errors import ConfigError
+from routepack.errors import ConfigError, TraceError
 from routepack.inspection import RoutingInspection, inspect_routing
 from routepack.inspection_text import gains_text, inspection_text
 from routepack.outlook import Outlook, TopologyGain, natural_cap
-from routepack.trace import load_window
+from routepack.trace import load_window, naming
 from routepack.types import SYNCS, RolloutBatch, RoutingDemand, Sync
 
 
@@ -37,7 +38,17 @@ def inspect_command(
         raise ConfigError(f"--sync={sync!r} is unknown: choose {', '.join(SYNCS)}.")
     cost_model = WindowNormalizedCost() if model is None else CostModel.for_model(model, device=device)
     window = load_window(trace)
-    found = inspect_routing(window, by=by, prompt_share=prompt_share)
+    with naming(trace, TraceError):
+        found = inspect_routing(window, by=by, prompt_share=prompt_share)
+    if not found.coverage.recorded_rows:
+        raise TraceError(
+            f"{trace}: none of its {found.num_sequences} sequences has a recorded row ({found.coverage.masked_rows} rows are "
+            "masked): there is nothing to look at. Check that the rollout engine returns routed experts."
+        )
+    if expert_parallel and data_parallel and isinstance(window, RolloutBatch):
+        # Whatever planning refuses is said before, not below, the tables.
+        with naming(trace):
+            window = RoutingDemandCollector().collect(window)
     console.print(inspection_text(found))
     outlook = Outlook(
         max_tokens=natural_cap(found.longest) if max_tokens is None else max_tokens,

@@ -15,6 +15,7 @@ from routepack.arrays import as_plain
 from routepack.checks import instance, real
 from routepack.components.collector import RoutingDemandCollector
 from routepack.errors import ConfigError
+from routepack.recorded import fed_tokens
 from routepack.types import RolloutBatch, RoutingDemand
 
 MOST_GROUPS = 64
@@ -32,7 +33,7 @@ class Coverage:
     """How much of the routing was recorded."""
 
     fed_tokens: int
-    """Tokens fed in, one row each: all but the last of every sequence."""
+    """Tokens fed in, one row each: all but the last of every sequence, and that one where its row was recorded."""
     recorded_rows: int
     """Rows that the counts below rest on."""
     masked_rows: int
@@ -40,12 +41,12 @@ class Coverage:
     complete_sequences: int
     partial_sequences: int
     missing_sequences: int
-    """Sequences without one recorded row."""
+    """Sequences without one recorded row, though tokens were fed in."""
 
     @property
     def share(self) -> float:
         """Recorded rows over fed tokens."""
-        return self.recorded_rows / self.fed_tokens
+        return self.recorded_rows / self.fed_tokens if self.fed_tokens else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -171,7 +172,7 @@ def inspect_routing(
         num_layers=counts.num_layers,
         num_experts=counts.num_experts,
         top_k=counts.top_k,
-        coverage=_coverage(counts),
+        coverage=_coverage(counts, fed_tokens(window) if isinstance(window, RolloutBatch) else None),
         layers=layer_loads(counts.tokens_LE, counts.layer_ids_L),
         groups=_groups(counts, *_group_of(window, by), seed),
         prompt_response=_prompt_response(window, prompt_share, seed) if isinstance(window, RolloutBatch) else None,
@@ -207,12 +208,11 @@ def _without_estimates(demand: RoutingDemand) -> RoutingDemand:
     return replace(demand, tokens_SLE=tokens_SLE, estimated_S=None)
 
 
-def _coverage(counts: RoutingDemand) -> Coverage:
+def _coverage(counts: RoutingDemand, fed_S: np.ndarray | None) -> Coverage:
+    """*fed_S*: None for a demand, which has forgotten whether one of its rows was the last token's."""
     rows_S = counts.tokens_SLE[:, 0].sum(axis=1, dtype=np.int64) // counts.top_k
-    fed_S = np.maximum(counts.length_S - 1, 1)
-    # A stack that also records the last token has one row more than there are fed tokens.
-    rows_S = np.minimum(rows_S, fed_S)
-    complete, missing = int((rows_S == fed_S).sum()), int((rows_S == 0).sum())
+    fed_S = np.maximum(counts.length_S - 1, rows_S) if fed_S is None else fed_S
+    complete, missing = int((rows_S == fed_S).sum()), int(((rows_S == 0) & (fed_S > 0)).sum())
     return Coverage(
         fed_tokens=int(fed_S.sum()),
         recorded_rows=int(rows_S.sum()),

@@ -17,8 +17,10 @@ WORST_LAYERS = 8
 """Layers that are listed; all are in the JSON."""
 FIRST_GROUPS = 6
 """Groups that are listed and compared; up to 64 are in the JSON."""
-MOST_PAIRS = 4
+MOST_PAIRS = 3
 """Groups up to which each one's distance to each other is listed."""
+MOST_ROOMY = 8
+"""Columns of a table up to which they stand two spaces apart."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -135,9 +137,13 @@ def _head(title: str) -> Text:
 
 
 def _table(*names: str, right: range) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    # One space between columns where there are so many that 80 characters would not hold them.
+    padding = (0, 1, 0, 0) if len(names) > MOST_ROOMY else (0, 1)
+    table = Table(box=None, pad_edge=False, padding=padding, header_style="bold")
     for column, name in enumerate(names):
-        table.add_column(name, justify="right" if column in right else "left")
+        # Where a terminal is narrow, headings wrap between words; no word is cut.
+        widest = max(map(len, name.split()), default=0)
+        table.add_column(name, justify="right" if column in right else "left", min_width=widest)
     return table
 
 

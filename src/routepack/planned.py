@@ -172,9 +172,11 @@ class Packing:
                 f"cell {cell} (microbatch {cell // self.data_parallel_degree}, rank {cell % self.data_parallel_degree}) is "
                 "empty: every rank needs a sequence in every microbatch."
             )
+        if len(order) != len(cells):
+            raise PlanError(f"order_S has {len(order)} entries for {len(cells)} sequences.")
         by_cell = np.lexsort((order, cells))
         expected = np.arange(len(cells)) - np.repeat(np.cumsum(counts_C) - counts_C, counts_C)
-        if len(order) != len(cells) or (order[by_cell] != expected).any():
+        if (order[by_cell] != expected).any():
             raise PlanError("order_S must number the sequences of every cell 0, 1, 2, ... without gaps.")
 
     @property

@@ -110,6 +110,18 @@ class RolloutBatch:
         return self.routed_experts_TLK[self.cu_seqlens[sequence] : self.cu_seqlens[sequence + 1]]
 
 
+def fed_tokens(batch: RolloutBatch) -> np.ndarray:
+    """int64 [S]: the rows that complete recording has, as many as tokens were fed in.
+
+    The last token's counts where its route was recorded, which shows that it was fed in; else none was to be had.
+    """
+    rows_S, last_S = np.diff(batch.cu_seqlens), batch.cu_seqlens[1:] - 1
+    was_fed_S = rows_S == batch.num_tokens_S
+    if batch.valid_T is not None and len(batch.valid_T):
+        was_fed_S &= batch.valid_T[last_S]
+    return batch.num_tokens_S - 1 + was_fed_S
+
+
 def _checked_fields(what: str, fields: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     instance(what, fields, Mapping, error=TraceError)
     for name in fields:
@@ -257,8 +269,10 @@ def _narrow_counts(tokens_SLE: np.ndarray) -> np.ndarray:
 
 def _check_demand(demand: RoutingDemand) -> None:
     sequences, layers, experts = demand.tokens_SLE.shape
-    if min(sequences, layers, experts) < 1:
-        raise TraceError(f"tokens_SLE has shape {demand.tokens_SLE.shape}: at least one sequence, layer and expert are needed.")
+    if not sequences:
+        raise TraceError("there are no sequences to plan for: was anything recorded?")
+    if min(layers, experts) < 1:
+        raise TraceError(f"tokens_SLE has shape {demand.tokens_SLE.shape}: at least one layer and expert are needed.")
     object.__setattr__(demand, "top_k", whole("top_k", demand.top_k, least=1, error=TraceError))
     if experts > MOST_EXPERTS:
         raise TraceError(f"tokens_SLE counts {experts} experts; at most {MOST_EXPERTS} can be planned.")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,22 +115,40 @@ class StepRecord:
 
 
 def load_steps(paths: Iterable[str | Path]) -> list[StepRecord]:
-    """The steps of ``routepack.steps/1`` files, in order. Raises ConfigError or TraceError naming file and line."""
+    """The steps of ``routepack.steps/1`` files, in order. Raises ConfigError or TraceError naming file and line.
+
+    Of a line that was cut off at the end of a file, as a killed run leaves it, there is a warning.
+    """
     records: list[StepRecord] = []
     for path in paths:
         try:
-            lines = Path(path).read_text().splitlines()
+            text = Path(path).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"step log {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+        lines = text.splitlines()
+        if _is_torn(text, lines):
+            warnings.warn(f"{path}: the last line, {len(lines)}, was cut off and does not count.", stacklevel=2)
+            del lines[-1]
         records += [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     return records
+
+
+def _is_torn(text: str, lines: Sequence[str]) -> bool:
+    """Whether the last line is the beginning of one: what a run leaves that was killed while it wrote."""
+    if text.endswith("\n") or not lines or not lines[-1].startswith("{"):
+        return False
+    try:
+        json.loads(lines[-1])
+    except ValueError:
+        return True
+    return False
 
 
 def _parsed(line: str, where: str) -> StepRecord:
     try:
         value: Any = json.loads(line)
     except ValueError as error:
-        raise TraceError(f"{where}: not JSON ({error}); a step log has one JSON object a line.") from error
+        raise TraceError(f"{where}: not JSON ({error}); a step log has one JSON object a line: remove the line.") from error
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise TraceError(f"{where}: not a line of {FORMAT}; the trainer writes one where trainer.step_log is set.")
     missing = [name for name in (*_ARRAYS, "seconds") if name not in value]

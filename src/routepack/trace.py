@@ -7,8 +7,9 @@ expert, ``routepack.plan/1`` a plan. A trace may also be a folder of such files 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from routepack.types import (
 )
 
 TRACE, DEMAND, PLAN = "routepack.trace/1", "routepack.demand/1", "routepack.plan/1"
+PLAN_TENSORS = ("physical_to_logical", "cell_of_sequence", "order", "length")
+_PLAN_NOUNS = ("topology", "placement", "packing", "length_S", "certificate", "rules")
 _DTYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "F16": np.float16, "U32": np.uint32,
     "I32": np.int32, "F32": np.float32, "U64": np.uint64, "I64": np.int64, "F64": np.float64,
@@ -47,7 +50,7 @@ def load_window(path: str | Path) -> RolloutBatch | RoutingDemand:
     if metadata.get("format") == DEMAND:
         return _demand(path, metadata, tensors)
     _expect(path, metadata, TRACE, DEMAND)
-    return _trace(path, metadata, tensors)
+    return _some(path, _trace(path, metadata, tensors))
 
 
 def load_trace(path: str | Path) -> RolloutBatch:
@@ -56,11 +59,12 @@ def load_trace(path: str | Path) -> RolloutBatch:
     Raises TraceError for a file that is missing, truncated, of another format or contradicts itself.
     """
     if not is_folder(path):
-        return _trace(path, *read_tensors(path))
+        return _some(path, _trace(path, *read_tensors(path)))
     shards = sorted(Path(path).glob("*.safetensors"))
     if not shards:
         raise TraceError(f"{path} holds no .safetensors files: name a trace file or a folder of shards.")
-    return concatenate([load_trace(shard) for shard in shards])
+    # A shard may be empty, the whole may not.
+    return _some(path, concatenate([_trace(shard, *read_tensors(shard)) for shard in shards], list(map(str, shards))))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,19 +120,22 @@ def save_trace(batch: RolloutBatch, path: str | Path, **metadata: str) -> None:
     _write(path, tensors, {name: str(value) for name, value in metadata.items()} | header)
 
 
-def concatenate(batches: list[RolloutBatch]) -> RolloutBatch:
-    """One batch of all sequences, in order; the batches must agree on layers, top-k and fields."""
+def concatenate(batches: list[RolloutBatch], names: list[str] | None = None) -> RolloutBatch:
+    """One batch of all sequences, in order; the batches must agree on layers, top-k and fields. *names*: theirs, for errors."""
     first = batches[0]
-    for batch in batches[1:]:
+    for number, batch in enumerate(batches):
+        where = "" if names is None else f"{names[number]}: "
         for name in ("num_experts", "num_layers", "top_k"):
             if getattr(batch, name) != getattr(first, name):
-                raise TraceError(f"shards disagree on {name}: {getattr(first, name)} and {getattr(batch, name)}.")
+                raise TraceError(f"{where}shards disagree on {name}: {getattr(first, name)} and {getattr(batch, name)}.")
         if set(batch.token_fields) != set(first.token_fields) or set(batch.sequence_fields) != set(first.sequence_fields):
-            raise TraceError("shards disagree on their token or sequence fields.")
+            raise TraceError(f"{where}shards disagree on their token or sequence fields.")
         if (batch.layer_ids_L != first.layer_ids_L).any():
-            raise TraceError("shards disagree on layer_ids.")
+            raise TraceError(f"{where}shards disagree on layer_ids.")
         if (batch.modality_S is None) != (first.modality_S is None):
-            raise TraceError("shards disagree on whether sequences have a modality: give modality_ids to all or to none.")
+            raise TraceError(
+                f"{where}shards disagree on whether sequences have a modality: give modality_ids to all or to none."
+            )
     rows = np.cumsum([0] + [len(batch.routed_experts_TLK) for batch in batches])
     valid = [np.ones(len(b.routed_experts_TLK), bool) if b.valid_T is None else b.valid_T for b in batches]
     groups = [batch.group_S for batch in batches if batch.group_S is not None]
@@ -179,29 +186,71 @@ def load_plan(path: str | Path) -> Plan:
     """Read a ``routepack.plan/1`` file; whether it still is what was planned, :func:`routepack.verify` tells."""
     metadata, tensors = read_tensors(path)
     _expect(path, metadata, PLAN)
+    header = _plan_header(path, metadata)
+    for name in PLAN_TENSORS:
+        if name not in tensors:
+            raise TraceError(f"{path} has no tensor {name!r}, which every {PLAN} file has: plan again.")
     try:
-        header = json.loads(metadata["plan"])
-        if not header["digest"]:
-            raise TraceError(f"{path} has lost the digest of its plan: plan again.")
-        topology = Topology(**header.pop("topology"))
-        return Plan(
-            topology=topology,
-            placement=ExpertPlacement(physical_to_logical_LP=tensors["physical_to_logical"]),
-            packing=Packing(
-                cell_of_S=tensors["cell_of_sequence"],
-                order_S=tensors["order"],
-                num_microbatches=header.pop("num_microbatches"),
-                data_parallel_degree=topology.data_parallel_degree,
-            ),
-            length_S=tensors["length"],
-            certificate=Certificate(**header.pop("certificate")),
-            rules=PackingRules(**header.pop("rules", {})),
-            **header,
-        )
+        with naming(path):
+            return _plan(header, tensors)
     except RoutePackError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        raise TraceError(f"{path} is not a whole {PLAN} file: {type(error).__name__}: {error}.") from error
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise TraceError(f"{path} is not a whole {PLAN} file: a value is not of its kind ({error}). Plan again.") from error
+
+
+def _plan(header: dict[str, Any], tensors: dict[str, np.ndarray]) -> Plan:
+    topology = Topology(**header.pop("topology"))
+    return Plan(
+        topology=topology,
+        placement=ExpertPlacement(physical_to_logical_LP=tensors["physical_to_logical"]),
+        packing=Packing(
+            cell_of_S=tensors["cell_of_sequence"],
+            order_S=tensors["order"],
+            num_microbatches=header.pop("num_microbatches"),
+            data_parallel_degree=topology.data_parallel_degree,
+        ),
+        length_S=tensors["length"],
+        certificate=Certificate(**header.pop("certificate")),
+        rules=PackingRules(**header.pop("rules")),
+        **header,
+    )
+
+
+def _plan_header(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
+    """The header of a plan, with all entries that a plan is made of and no others."""
+    if "plan" not in metadata:
+        raise TraceError(f"{path} lacks the metadata entry 'plan', which says what was planned: plan again.")
+    try:
+        header = json.loads(metadata["plan"])
+    except RecursionError as error:
+        raise TraceError(f"{path} is not a whole {PLAN} file: its header is nested too deeply.") from error
+    except ValueError as error:
+        raise TraceError(f"{path} is not a whole {PLAN} file: its header is no JSON ({error}).") from error
+    figures = {entry.name: _is_required(entry) for entry in fields(Plan) if entry.name not in _PLAN_NOUNS}
+    parts = {"num_microbatches": True, "topology": True, "certificate": True, "rules": False}
+    _check_entries(path, "its header", header, figures | parts | {"digest": True})
+    for name, noun in (("topology", Topology), ("certificate", Certificate), ("rules", PackingRules)):
+        wanted = {entry.name: _is_required(entry) for entry in fields(noun)}
+        _check_entries(path, name, header.setdefault(name, {}), wanted)
+    if not header["digest"]:
+        raise TraceError(f"{path} has lost the digest of its plan: plan again.")
+    return header
+
+
+def _is_required(entry: Field) -> bool:
+    return entry.default is MISSING and entry.default_factory is MISSING
+
+
+def _check_entries(path: str | Path, name: str, given: Any, wanted: dict[str, bool]) -> None:
+    """Raise TraceError unless *given* is an object with the required of the *wanted* entries and no others."""
+    if not isinstance(given, dict):
+        raise TraceError(f"{path} is not a whole {PLAN} file: {name} is a {type(given).__name__}, no JSON object.")
+    missing = [key for key, is_required in wanted.items() if is_required and key not in given]
+    unknown = [key[:40] for key in given if key not in wanted]
+    if missing or unknown:
+        what = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(unknown[:8])}, which no plan has"
+        raise TraceError(f"{path} is not a whole {PLAN} file: {name} {what}. Was it changed, or cut off? Plan again.")
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
@@ -229,20 +278,22 @@ def _trace(path: str | Path, metadata: dict[str, str], tensors: dict[str, np.nda
     ids = tensors["routed_experts"]
     if ids.ndim == 3 and "top_k" in metadata and _number(path, metadata, "top_k") != ids.shape[2]:
         raise TraceError(f"{path} says top_k={metadata['top_k']} but routed_experts has shape {ids.shape}.")
-    batch = RolloutBatch(
-        routed_experts_TLK=ids,
-        cu_seqlens=tensors["cu_seqlens"],
-        num_tokens_S=tensors["num_tokens"],
-        num_experts=_number(path, metadata, "num_experts"),
-        layer_ids_L=_layer_ids(tensors, "routed_experts"),
-        valid_T=tensors.get("valid"),
-        group_S=tensors.get("group_ids"),
-        modality_S=tensors.get("modality_ids"),
-        token_fields=token_fields,
-        sequence_fields=sequence_fields,
-        source=metadata.get("source", ""),
-        weights_version=metadata.get("weights_version", ""),
-    )
+    num_experts = _number(path, metadata, "num_experts")
+    with naming(path):
+        batch = RolloutBatch(
+            routed_experts_TLK=ids,
+            cu_seqlens=tensors["cu_seqlens"],
+            num_tokens_S=tensors["num_tokens"],
+            num_experts=num_experts,
+            layer_ids_L=_layer_ids(tensors, "routed_experts"),
+            valid_T=tensors.get("valid"),
+            group_S=tensors.get("group_ids"),
+            modality_S=tensors.get("modality_ids"),
+            token_fields=token_fields,
+            sequence_fields=sequence_fields,
+            source=metadata.get("source", ""),
+            weights_version=metadata.get("weights_version", ""),
+        )
     if "num_layers" in metadata and batch.num_layers > _number(path, metadata, "num_layers"):
         raise TraceError(
             f"{path} records {batch.num_layers} layers of a model with num_layers={metadata['num_layers']}: "
@@ -272,17 +323,35 @@ def _demand(path: str | Path, metadata: dict[str, str], tensors: dict[str, np.nd
     for name in ("tokens_SLE", "length_S"):
         if name not in tensors:
             raise TraceError(f"{path} has no tensor {name!r}, which every {DEMAND} file has.")
-    return RoutingDemand(
-        tokens_SLE=tensors["tokens_SLE"],
-        length_S=tensors["length_S"],
-        top_k=_number(path, metadata, "top_k"),
-        group_S=tensors.get("group_S"),
-        modality_S=tensors.get("modality_S"),
-        layer_ids_L=_layer_ids(tensors, "tokens_SLE"),
-        estimated_S=tensors.get("estimated_S"),
-        num_masked_rows=_number(path, metadata, "num_masked_rows") if "num_masked_rows" in metadata else 0,
-        name=metadata.get("name", ""),
-    )
+    top_k = _number(path, metadata, "top_k")
+    num_masked_rows = _number(path, metadata, "num_masked_rows") if "num_masked_rows" in metadata else 0
+    with naming(path):
+        return RoutingDemand(
+            tokens_SLE=tensors["tokens_SLE"],
+            length_S=tensors["length_S"],
+            top_k=top_k,
+            group_S=tensors.get("group_S"),
+            modality_S=tensors.get("modality_S"),
+            layer_ids_L=_layer_ids(tensors, "tokens_SLE"),
+            estimated_S=tensors.get("estimated_S"),
+            num_masked_rows=num_masked_rows,
+            name=metadata.get("name", ""),
+        )
+
+
+@contextmanager
+def naming(path: str | Path, kind: type[RoutePackError] = RoutePackError) -> Iterator[None]:
+    """Errors of what a file holds, of *kind*, with its name: of many files it tells which to mend."""
+    try:
+        yield
+    except kind as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def _some(path: str | Path, batch: RolloutBatch) -> RolloutBatch:
+    if not batch.num_sequences:
+        raise TraceError(f"{path} holds no sequences: was anything recorded?")
+    return batch
 
 
 def _layer_ids(tensors: dict[str, np.ndarray], counted: str) -> np.ndarray:

@@ -87,8 +87,20 @@ def test_a_long_sequence_does_not_wrap_around():
 
 def test_filler_that_nobody_masked_is_named():
     ids = np.zeros((4, 1, 2), np.uint8)
-    with pytest.raises(TraceError, match=r"sequence 0 routes 8 times to expert 0 of MoE layer 0 in 4 valid rows.*mark filler"):
+    with pytest.raises(TraceError, match=r"sequence 0, row 0, layer 0: expert id 0 stands twice in the row.*filler .*valid_T"):
         RoutingDemandCollector().collect(batch_of(ids, [4], num_experts=4))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32])
+def test_an_expert_twice_in_one_row_names_its_place(dtype):
+    ids = np.tile(np.array([0, 1, 7], dtype), (5, 2, 1))
+    ids[:, 0] = [7, 0, 3]
+    ids[4, 1, 2] = 0
+    batch = batch_of(ids, [3, 2], num_experts=8)
+    with pytest.raises(TraceError, match=r"sequence 1, row 1, layer 1: expert id 0 stands twice .*top_k=3 different experts"):
+        RoutingDemandCollector().collect(batch)
+    masked = batch_of(ids, [3, 2], num_experts=8, valid_T=[True] * 4 + [False])
+    assert RoutingDemandCollector().collect(masked).num_masked_rows == 1
 
 
 def test_more_experts_than_bytes_can_name_are_counted_all_the_same():
@@ -99,7 +111,7 @@ def test_more_experts_than_bytes_can_name_are_counted_all_the_same():
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32])
 def test_an_id_beyond_the_experts_names_its_place(dtype):
-    ids = np.zeros((5, 2, 2), dtype)
+    ids = np.tile(np.array([0, 1], dtype), (5, 2, 1))
     ids[4, 1, 0] = 9
     with pytest.raises(TraceError, match=r"sequence 1, row 1, layer 1: expert id 9 is not below num_experts=8"):
         RoutingDemandCollector().collect(batch_of(ids, [3, 2], num_experts=8))

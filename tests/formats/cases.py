@@ -252,7 +252,7 @@ CASES = [
     Case("tokens cut, routes not", "verifiers#1394", _cut_tokens, but("refused", none=FIXED), r"(20 recorded rows for 8|14 recorded rows for 2) tokens"),
     Case("a hole of zero rows", "vllm#39568", _spoiled(0), but("refused", masked=ZEROS), r"sequence 1 has 5 rows with all zero"),
     Case("rows of -1", "sglang#36404", _spoiled(-1), but("refused", masked=MINUS), r"sequence 1 has 5 rows with all -1"),
-    Case("a row partly -1", "NeMo-RL", _partly, but("refused"), r"sequence 1 has 1 rows with partly negative; row 7, layer 2"),
+    Case("a row partly -1", "NeMo-RL", _partly, but("refused"), r"sequence 1 has 1 rows with a negative id; row 7, layer 2"),
     Case("an expert twice in a row", "verl#4986", _duplicate, but("refused", masked=("verl-veomni",)), r"row 7, layer 2 is \[3, 3\]"),
     Case("an id of E or more", "vllm-ascend#8501", _physical, but("refused"), r"row 7, layer 2 .* are these physical ids"),
     Case("id 255 of 256 experts", "sglang#9499", _experts(256, np.uint8), but("kept")),

@@ -91,8 +91,100 @@ def test_a_named_layer_of_zeros_is_no_route_and_is_reported():
 def test_a_layer_of_zeros_and_minus_ones_mixed_is_no_dense_layer():
     ids = routes(5)
     ids[:, 0] = [-1, 0]
-    with pytest.raises(TraceError, match=r"5 rows with partly negative; row 0, layer 0 is \[-1, 0\]"):
+    with pytest.raises(TraceError, match=r"5 rows with a negative id; row 0, layer 0 is \[-1, 0\]"):
         formats.load("miles", [{"tokens": range(6), "rollout_routed_experts": ids}], MODEL)
+
+
+# Ids that are no marker
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "message"),
+    [
+        (np.int32, -7, r"a negative id; row 2, layer 0 is \[-7, -7\]"),
+        (np.int64, -(2**40), r"a negative id; row 2, layer 0 is \[-1099511627776, -1099511627776\]"),
+        (np.int64, 2**40, r"id not below num_experts; row 2, layer 0 is \[1099511627776, 1099511627776\]"),
+        (np.uint64, 2**63 + 5, r"id not below num_experts; row 2, layer 0 is \[9223372036854775813, 9223372036854775813\]"),
+        (np.uint64, 2**64 - 1, r"id not below num_experts; row 2, layer 0 is \[18446744073709551615, 18446744073709551615\]"),
+        (np.uint8, 255, r"id not below num_experts; row 2, layer 0 is \[255, 255\]"),
+    ],
+)
+@pytest.mark.parametrize("stack", ["arrays", "miles"])
+def test_only_minus_1_says_that_a_row_was_not_recorded(stack, dtype, value, message):
+    ids = routes(5).astype(dtype)
+    ids[2] = value
+    record = {"token_ids": range(6), "tokens": range(6), "routed_experts": ids, "rollout_routed_experts": ids}
+    with pytest.raises(TraceError, match=message):
+        formats.load(stack, [record], MODEL)
+    lenient = formats.load(stack, [record], MODEL, options=ImportOptions(policy="lenient"))
+    assert lenient.batch.valid_T.tolist() == [True, True, False, True, True]
+    ids = routes(5)
+    ids[2] = -1
+    record |= {"routed_experts": ids, "rollout_routed_experts": ids}
+    assert formats.load(stack, [record], MODEL).batch.valid_T.tolist() == [True, True, False, True, True]
+
+
+def test_a_layer_of_negative_ids_is_no_dense_layer():
+    ids = routes(5)
+    ids[:, 0] = -7
+    with pytest.raises(TraceError, match=r"5 rows with a negative id; row 0, layer 0 is \[-7, -7\]"):
+        formats.load("miles", [{"tokens": range(6), "rollout_routed_experts": ids}], MODEL)
+
+
+# Masks
+
+
+def masked_source(stack, mask):
+    ids = np.broadcast_to(routes(6), (2, 6, 4, 2))
+    name = "rollout_expert_indices" if stack == "skyrl" else "routed_experts"
+    return {name: ids, "attention_mask": np.stack([np.ones(6), np.asarray(mask)]).astype(np.asarray(mask).dtype)}
+
+
+@pytest.mark.parametrize("value", [0.5, np.nan, 7.0, -1.0, 2, -1])
+@pytest.mark.parametrize("stack", ["verl", "skyrl"])
+def test_an_attention_mask_holds_nothing_but_0_and_1(stack, value):
+    source = masked_source(stack, [1, 1, value, 1, 1, 1])
+    with pytest.raises(TraceError, match=rf"attention_mask holds {value!r} at sequence 1, position 2 .*: give 0, 1 or bool"):
+        formats.load(stack, source, MODEL)
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 0, 1, 1, 1], [0, 1, 0, 0, 1, 0], [True, False, True, False, True, True]])
+@pytest.mark.parametrize("stack", ["verl", "skyrl"])
+def test_a_hole_in_an_attention_mask_is_refused(stack, mask):
+    hole = 1 + mask.index(1)
+    hole += mask[hole:].index(0)
+    with pytest.raises(TraceError, match=rf"sequence 1: attention_mask has \d runs of tokens; position {hole} between"):
+        formats.load(stack, masked_source(stack, mask), MODEL)
+
+
+@pytest.mark.parametrize("mask", [[1.0] * 6, [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [False, True, True, True, True, False]])
+@pytest.mark.parametrize("stack", ["verl", "skyrl"])
+def test_padding_may_stand_on_either_side(stack, mask):
+    batch = formats.load(stack, masked_source(stack, mask), MODEL).batch
+    assert batch.num_tokens_S.tolist() == [6, sum(mask)]
+
+
+@pytest.mark.parametrize("value", [2, -1])
+@pytest.mark.parametrize(
+    ("stack", "name", "where"),
+    [
+        ("verl", "replay_mask", "sequence 0, position 3"), ("skyrl", "router_padding_mask", "sequence 0, position 3"),
+        ("arrays", "valid", "row 3"),
+    ],
+)  # fmt: skip
+def test_a_mask_of_rows_holds_nothing_but_0_and_1(stack, name, where, value):
+    source = masked_source(stack, [1] * 6) | {name: np.array([[1, 1, 1, value, 1, 1], [1] * 6])}
+    if stack == "arrays":
+        source = {"routed_experts": routes(6), "cu_seqlens": [0, 6], "valid": source[name][0]}
+    with pytest.raises(TraceError, match=rf"{stack}: {name} holds {value} at {where}"):
+        formats.load(stack, source, MODEL)
+
+
+@pytest.mark.parametrize("lengths", [[6, 2.5], [6, -1], [6, 7], [6, np.nan]])
+def test_lengths_are_whole_numbers_up_to_the_width(lengths):
+    source = {"routed_experts": np.broadcast_to(routes(6), (2, 6, 4, 2)), "input_lengths": np.asarray(lengths)}
+    with pytest.raises(TraceError, match=r"nemo-rl: lengths"):
+        formats.load("nemo-rl", source, MODEL)
 
 
 # Top-1 models, where no id can repeat
@@ -267,6 +359,29 @@ def test_RL_3327_require_names_how_many_lack_routes():
 def test_unknown_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         ImportOptions(**options)
+
+
+@pytest.mark.parametrize("stack", sorted(formats.STACKS))
+@pytest.mark.parametrize("given", [{"model": None}, {"options": None}, {"model": {"num_experts": 4}}, {"options": "strict"}])
+def test_a_model_and_options_of_another_kind_are_refused(stack, given):
+    arguments = {"model": MODEL, "options": ImportOptions()} | given
+    with pytest.raises(ConfigError, match=rf"{next(iter(given))}=.* give a (ModelRouting|ImportOptions)"):
+        formats.load(stack, [], **arguments)
+
+
+@pytest.mark.parametrize(
+    ("stack", "names"),
+    [
+        ("verl", "prompt_ids and response_ids"), ("skyrl", "prompt_ids and response_ids"), ("slime", "tokens"),
+        ("miles", "tokens"), ("vllm", "prompt_token_ids and token_ids"), ("prime-rl", "token_ids"),
+        ("nemo-rl", "prompt_token_ids and generation_token_ids"), ("arrays", "token_ids"),
+        ("areal", "input_tokens and output_tokens"),
+    ],
+)  # fmt: skip
+def test_a_record_of_another_stack_is_named_as_one(stack, names):
+    record = {"text": "a", "something_routed": [1]}
+    with pytest.raises(TraceError, match=rf"{stack}, \w+ 0: no tokens were found: a record has {names}.* has text, something"):
+        formats.load(stack, [record], MODEL)
 
 
 def test_an_unknown_stack_is_refused_with_the_known_ones():

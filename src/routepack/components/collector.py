@@ -43,8 +43,8 @@ class RoutingDemandCollector:
     def collect(self, batch: RolloutBatch) -> RoutingDemand:
         """The demand of a batch.
 
-        Raises TraceError for an id outside 0 .. E - 1 in a valid row, and where no sequence has
-        enough valid rows to estimate the others from.
+        Raises TraceError for an id in a valid row that is outside 0 .. E - 1 or stands twice in a layer, and where no
+        sequence has enough valid rows to estimate the others from.
         """
         return self.estimate(*self.count(batch))
 
@@ -104,17 +104,18 @@ class RoutingDemandCollector:
     def count(self, batch: RolloutBatch) -> tuple[RoutingDemand, np.ndarray]:
         """What was recorded, nothing estimated, and float64 [S], each sequence's share of valid rows."""
         # The compiled kernel costs half a second to load, which `import routepack` should not.
-        from routepack.solvers.histogram import count_experts
+        from routepack.solvers.histogram import count_experts, find_repeated
 
         tokens_SLE, bad = count_experts(
             batch.routed_experts_TLK, batch.cu_seqlens, batch.num_experts, batch.valid_T, self.num_threads or None
         )
+        if bad < 0:
+            bad = find_repeated(batch.routed_experts_TLK, batch.num_experts, batch.valid_T, self.num_threads or None)
         if bad >= 0:
             raise _bad_id(batch, bad)
         rows_S = _valid_rows(batch)
         counted_SL = tokens_SLE.sum(axis=2, dtype=np.int64)
         assert (counted_SL == rows_S[:, None] * batch.top_k).all(), "a valid row was not counted top_k times"
-        _check_distinct(tokens_SLE, rows_S)
         demand = RoutingDemand(
             tokens_SLE=tokens_SLE,
             length_S=batch.num_tokens_S,
@@ -167,19 +168,6 @@ def _valid_rows(batch: RolloutBatch) -> np.ndarray:
     return np.diff(np.concatenate([[0], np.cumsum(batch.valid_T, dtype=np.int64)])[batch.cu_seqlens])
 
 
-def _check_distinct(tokens_SLE: np.ndarray, rows_S: np.ndarray) -> None:
-    """A row names an expert once, so no count exceeds the rows: filler that nobody masked does."""
-    most_S = tokens_SLE.max(axis=(1, 2), initial=0)
-    wrong = np.flatnonzero(most_S > rows_S)
-    if len(wrong):
-        s = int(wrong[0])
-        layer, expert = np.unravel_index(int(tokens_SLE[s].argmax()), tokens_SLE.shape[1:])
-        raise TraceError(
-            f"sequence {s} routes {most_S[s]} times to expert {expert} of MoE layer {layer} in {rows_S[s]} valid rows "
-            f"({len(wrong)} such sequences): a row's ids are distinct; mark filler rows in the validity mask (valid_T)."
-        )
-
-
 def _bad_id(batch: RolloutBatch, flat_index: int) -> TraceError:
     t, layer, k = np.unravel_index(flat_index, batch.routed_experts_TLK.shape)
     s = int(np.searchsorted(batch.cu_seqlens, t, side="right")) - 1
@@ -187,6 +175,11 @@ def _bad_id(batch: RolloutBatch, flat_index: int) -> TraceError:
     where = f"sequence {s}, row {int(t) - int(batch.cu_seqlens[s])}, layer {int(batch.layer_ids_L[layer])}: expert id {value}"
     if value < 0:
         return TraceError(f"{where} is negative: mark rows that were not recorded in the validity mask (valid_T).")
+    if value < batch.num_experts:
+        return TraceError(
+            f"{where} stands twice in the row: a token goes to top_k={batch.top_k} different experts. Mark rows that were not "
+            "recorded, filler among them, in the validity mask (valid_T); `routepack convert` does so for what stacks write."
+        )
     return TraceError(
         f"{where} is not below num_experts={batch.num_experts}: are these physical ids, or does it mark a shared expert?"
     )

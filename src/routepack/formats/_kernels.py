@@ -12,7 +12,7 @@ from routepack.formats.cores import on_all_cores
 
 PIECE = 1 << 18
 """Ids judged at once: with fewer another thread costs more than it saves."""
-_ZEROS, _MINUS, _PARTLY = int(Reason.ZEROS), int(Reason.MINUS), int(Reason.PARTLY_MINUS)
+_ZEROS, _MINUS, _NEGATIVE = int(Reason.ZEROS), int(Reason.MINUS), int(Reason.NEGATIVE)
 _RANGE, _TWICE = int(Reason.OUT_OF_RANGE), int(Reason.DUPLICATE)
 
 
@@ -25,12 +25,14 @@ def judge_rows(
     """
     target = np.empty((0, 0, 0), dtype=np.uint8) if out_TLK is None else out_TLK
     kernel = _compiled(ids_TLK.dtype, target.dtype)
+    # As a signed number the upper half of uint64 reads as negative ids, -1 among them.
+    is_signed = ids_TLK.dtype.kind == "i"
     rows, pieces = len(ids_TLK), max(ids_TLK.size // PIECE, 1)
     edges = [rows * i // pieces for i in range(pieces + 1)]
 
     def judge(piece: int) -> None:
         seen_E = np.zeros(num_experts, dtype=np.int64)
-        kernel(ids_TLK, kept_L, seen_E, judged_T, target, edges[piece], edges[piece + 1])
+        kernel(ids_TLK, kept_L, seen_E, judged_T, target, edges[piece], edges[piece + 1], is_signed)
 
     on_all_cores(judge, pieces)
 
@@ -45,20 +47,20 @@ def _compiled(source: np.dtype, target: np.dtype):
         types.uint8[::1],
         types.Array(_scalar(target), 3, "C"),
     ]
-    return njit(types.void(*arrays, types.int64, types.int64), nogil=True, cache=True)(_judge)
+    return njit(types.void(*arrays, types.int64, types.int64, types.boolean), nogil=True, cache=True)(_judge)
 
 
 def _scalar(dtype: np.dtype) -> types.Integer:
     return getattr(types, dtype.name)
 
 
-def _judge(ids_TLK, kept_L, seen_E, judged_T, out_TLK, first, end):  # pragma: no cover - compiled
+def _judge(ids_TLK, kept_L, seen_E, judged_T, out_TLK, first, end, is_signed):  # pragma: no cover - compiled
     experts, top_k = seen_E.size, ids_TLK.shape[2]
     writes = out_TLK.size > 0
     stamp = np.int64(0)
     for t in range(first, end):
         nonzero = np.int64(0)
-        negative, beyond, twice = np.int64(0), False, False
+        minus, negative, beyond, twice = np.int64(0), False, False, False
         counts_up, repeats = True, t > 0
         for i in range(kept_L.size):
             layer = kept_L[i]
@@ -72,9 +74,10 @@ def _judge(ids_TLK, kept_L, seen_E, judged_T, out_TLK, first, end):  # pragma: n
                 counts_up &= expert == k
                 if repeats:
                     repeats = raw == ids_TLK[t - 1, layer, k]
-                if expert < 0:
-                    negative += 1
-                elif expert >= experts:
+                if expert < 0 and is_signed:
+                    negative = True
+                    minus += expert == -1
+                elif expert < 0 or expert >= experts:
                     beyond = True
                 else:
                     twice |= seen_E[expert] == stamp
@@ -82,10 +85,10 @@ def _judge(ids_TLK, kept_L, seen_E, judged_T, out_TLK, first, end):  # pragma: n
         code = 0
         if nonzero == 0:
             code = _ZEROS
-        elif negative == kept_L.size * top_k:
+        elif minus == kept_L.size * top_k:
             code = _MINUS
-        elif negative > 0:
-            code = _PARTLY
+        elif negative:
+            code = _NEGATIVE
         elif beyond:
             code = _RANGE
         elif twice:

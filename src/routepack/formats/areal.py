@@ -17,7 +17,7 @@ from routepack.errors import ConfigError, TraceError
 from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of, sequence_records
-from routepack.formats.fields import flat_array, records_of, value_of, whole_numbers
+from routepack.formats.fields import flat_array, no_tokens, records_of, value_of, whole_numbers
 from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import checked_ids, decoded
 from routepack.formats.routing import ModelRouting
@@ -36,11 +36,13 @@ def load(source: Iterable[Any], model: ModelRouting, *, options: ImportOptions =
     Histories after interrupts are told apart by the versions, or, where there are two, by their number of rows. With
     ``merge=keep_last`` the last one alone is read, however many there are. *model* needs top_k.
     """
+    assembler = Assembler(model, CONVENTION, options)
     if model.top_k is None:
         raise ConfigError("areal: rows are flat [layers * top_k]: give model.top_k.")
-    assembler = Assembler(model, CONVENTION, options)
     for number, record in enumerate(records_of(source, "areal")):
         where = f"areal, response {number}"
+        if value_of(record, "input_tokens") is None or value_of(record, "output_tokens") is None:
+            raise no_tokens(record, where, "input_tokens and output_tokens")
         prompt = whole_numbers(value_of(record, "input_tokens"), f"{where}: input_tokens")
         output = whole_numbers(value_of(record, "output_tokens"), f"{where}: output_tokens")
         token_ids = np.concatenate([prompt, output])

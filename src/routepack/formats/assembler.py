@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from routepack.checks import MOST
+from routepack.checks import MOST, instance
 from routepack.errors import TraceError
 from routepack.formats.buffers import GrowingRows
 from routepack.formats.convention import CODE, COUNTS_UP, REPEATS, Convention, Reason, tell_tale
@@ -16,7 +16,7 @@ from routepack.formats.fields import merged_fields
 from routepack.formats.importing import Imported, ImportOptions, ImportReport
 from routepack.formats.routing import ModelRouting
 from routepack.formats.signs import look_for_signs
-from routepack.recorded import RolloutBatch, id_dtype
+from routepack.recorded import RolloutBatch, fed_tokens, id_dtype
 
 MOST_ABSENT = 1 << 16
 """Rows that a sequence may lack where it has less than a sixteenth of them; beyond, its routes are left out."""
@@ -52,6 +52,8 @@ class Assembler:
     """Takes sequences one by one, so that their sources can be released, and builds the batch."""
 
     def __init__(self, model: ModelRouting, convention: Convention, options: ImportOptions) -> None:
+        instance("model", model, ModelRouting)
+        instance("options", options, ImportOptions)
         self.model, self.convention, self.options = model, convention, options
         self.report = ImportReport(stack=convention.stack)
         self._shape: tuple[int, int] = (0, 0)
@@ -279,7 +281,7 @@ class Assembler:
                 "not recorded; nothing tells which",
                 "zero rows of a top-1 model: taken as not recorded",
             )
-        for reason in (Reason.OUT_OF_RANGE, Reason.PARTLY_MINUS, Reason.DUPLICATE, Reason.ZEROS, Reason.MINUS):
+        for reason in (Reason.OUT_OF_RANGE, Reason.NEGATIVE, Reason.DUPLICATE, Reason.ZEROS, Reason.MINUS):
             if (
                 not counts[reason]
                 or reason in self.convention.missing
@@ -291,7 +293,8 @@ class Assembler:
 
     def _bad_row(self, source: np.ndarray, row: int, position: int, reason: Reason, rows: int) -> str:
         assert self._kept_L is not None, "layers are known once a segment was seen"
-        ids_LK = source[row][self._kept_L].astype(np.int64)
+        # Python's numbers: in int64 an id of uint64 may read as another.
+        ids_LK = source[row][self._kept_L].astype(object)
         wrong_L = (ids_LK < 0).any(axis=1) | (ids_LK >= self.model.num_experts).any(axis=1)
         wrong_L |= (np.diff(np.sort(ids_LK, axis=1), axis=1) == 0).any(axis=1)
         layer = int(wrong_L.argmax())
@@ -347,8 +350,8 @@ class Assembler:
         report, counts = self.report, np.bincount(self._judged.rows & CODE, minlength=16)
         report.num_sequences, report.num_tokens = batch.num_sequences, int(batch.num_tokens_S.sum())
         report.num_rows, report.num_valid_rows = len(batch.routed_experts_TLK), int(counts[Reason.VALID])
-        report.num_expected_rows = int(np.maximum(batch.num_tokens_S - 1, 1).sum())
-        report.without_routes = int((np.diff(batch.cu_seqlens) == 0).sum())
+        report.num_expected_rows = int(fed_tokens(batch).sum())
+        report.without_routes = int(((np.diff(batch.cu_seqlens) == 0) & (batch.num_tokens_S > 1)).sum())
         report.copied = self._packed is None
         for reason in list(Reason)[1:]:
             report.mask(reason, int(counts[reason]))
@@ -401,8 +404,8 @@ def _routed_layers(ids_TLK: np.ndarray) -> np.ndarray:
 
 
 def _holds_more(ids_K: np.ndarray) -> np.ndarray:
-    """Which ids [..., K] are positive, or differ from the first of their row."""
-    return (ids_K > 0) | (ids_K != ids_K[..., :1])
+    """Which ids [..., K] are neither 0 nor -1, or differ from the first of their row."""
+    return (ids_K > 0) | (ids_K < -1) | (ids_K != ids_K[..., :1])
 
 
 def _native(ids_TLK: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ class Reason(IntEnum):
     VALID = 0
     ZEROS = 1
     MINUS = 2
-    PARTLY_MINUS = 3
+    NEGATIVE = 3
     OUT_OF_RANGE = 4
     DUPLICATE = 5
     MADE_UP = 6
@@ -31,7 +31,7 @@ _TEXTS = {
     Reason.VALID: "valid",
     Reason.ZEROS: "all zero",
     Reason.MINUS: "all -1",
-    Reason.PARTLY_MINUS: "partly negative",
+    Reason.NEGATIVE: "a negative id",
     Reason.OUT_OF_RANGE: "id not below num_experts",
     Reason.DUPLICATE: "an expert twice in a row",
     Reason.MADE_UP: "last row made up by the stack",

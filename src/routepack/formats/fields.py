@@ -32,9 +32,27 @@ def whole_of(record: Any, name: str, where: str, default: int | None = None) -> 
     value = value_of(record, name)
     if value is None and default is not None:
         return default
+    if value is None:
+        raise TraceError(f"{where}: there is no {name}; a whole number is needed.")
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         value = value.item()
     return whole(f"{where}: {name}", value, least=0, error=TraceError)
+
+
+def num_tokens_of(record: Any, token_ids: np.ndarray | None, where: str, names: str) -> int:
+    """How many tokens *record* has: as many as its ids, or its ``num_tokens``. *names*: where the stack keeps them."""
+    if token_ids is not None:
+        return len(token_ids)
+    if value_of(record, "num_tokens") is None:
+        raise no_tokens(record, where, f"{names}, or num_tokens")
+    return whole_of(record, "num_tokens", where)
+
+
+def no_tokens(record: Any, where: str, names: str) -> TraceError:
+    """The error for a record that has none of *names*: it may be another stack's."""
+    fields = list(record) if isinstance(record, Mapping) else sorted(vars(record)) if hasattr(record, "__dict__") else []
+    has = ", ".join(map(str, fields[:12])) or "no fields"
+    return TraceError(f"{where}: no tokens were found: a record has {names}; this one has {has}. Is it another stack's?")
 
 
 def whole_numbers(value: Any, name: str) -> np.ndarray:

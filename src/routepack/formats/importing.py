@@ -60,9 +60,9 @@ class ImportReport:
     num_rows: int = 0
     num_valid_rows: int = 0
     num_expected_rows: int = 0
-    """Rows that complete recording would have had: tokens - 1 a sequence."""
+    """Rows that complete recording has: tokens - 1 a sequence, and the last token's where it was recorded, too."""
     without_routes: int = 0
-    """Sequences for which nothing was recorded."""
+    """Sequences of two tokens or more for which nothing was recorded; of one token there need be no row."""
     masked_rows: dict[str, int] = field(default_factory=dict)
     """Rows that count for nothing, by reason."""
     problems: dict[str, int] = field(default_factory=dict)
@@ -79,8 +79,8 @@ class ImportReport:
 
     @property
     def coverage(self) -> float:
-        """The share of expected rows that are valid."""
-        return self.num_valid_rows / self.num_expected_rows if self.num_expected_rows else 0.0
+        """The share of expected rows that are valid: 1 where, and only where, none was lost."""
+        return self.num_valid_rows / self.num_expected_rows if self.num_expected_rows else 1.0
 
     def figures(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""

@@ -16,7 +16,7 @@ from routepack.errors import TraceError
 from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of, sequence_records
-from routepack.formats.fields import joined_tokens, records_of, value_of, whole_numbers, whole_of
+from routepack.formats.fields import joined_tokens, num_tokens_of, records_of, value_of, whole_numbers, whole_of
 from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import decoded, envelope
 from routepack.formats.routing import ModelRouting
@@ -81,7 +81,7 @@ def _tokens(message: Any, where: str) -> tuple[np.ndarray | None, int]:
     token_ids = joined_tokens({name: value_of(message, name) for name in ("prompt_token_ids", "generation_token_ids")}, where)
     if token_ids is None:
         token_ids = joined_tokens({"token_ids": value_of(message, "token_ids")}, where)
-    return token_ids, whole_of(message, "num_tokens", where) if token_ids is None else len(token_ids)
+    return token_ids, num_tokens_of(message, token_ids, where, "prompt_token_ids and generation_token_ids (or token_ids)")
 
 
 def export(batch: RolloutBatch, *, messages: bool = False) -> dict[str, Any] | list[dict[str, Any]]:

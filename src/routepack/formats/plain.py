@@ -14,7 +14,7 @@ from routepack.errors import TraceError
 from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of, sequence_records
-from routepack.formats.fields import flat_array, records_of, value_of, whole_numbers, whole_of
+from routepack.formats.fields import flat_array, num_tokens_of, records_of, value_of, whole_numbers
 from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import decoded
 from routepack.formats.routing import ModelRouting
@@ -97,7 +97,7 @@ def _per_sequence(source: Mapping[str, Any], num_tokens: np.ndarray, sequences: 
 def _add_record(assembler: Assembler, record: Any, where: str) -> None:
     tokens = value_of(record, "token_ids", "tokens")
     token_ids = None if tokens is None else whole_numbers(tokens, f"{where}: token_ids")
-    num_tokens = whole_of(record, "num_tokens", where) if token_ids is None else len(token_ids)
+    num_tokens = num_tokens_of(record, token_ids, where, "token_ids")
     ids = decoded(value_of(record, "routed_experts"), where, assembler.model, assembler.report)
     segments = []
     if ids is not None:

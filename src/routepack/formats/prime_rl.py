@@ -16,7 +16,7 @@ from routepack.errors import TraceError
 from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of, sequence_records
-from routepack.formats.fields import records_of, value_of, whole_numbers, whole_of
+from routepack.formats.fields import num_tokens_of, records_of, value_of, whole_numbers, whole_of
 from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import decoded, encoded
 from routepack.formats.routing import ModelRouting
@@ -49,7 +49,7 @@ def load(source: Iterable[Any], model: ModelRouting, *, options: ImportOptions =
 def _sample(record: Any, where: str, model: ModelRouting, assembler: Assembler) -> RecordedSequence:
     tokens = value_of(record, "token_ids")
     token_ids = None if tokens is None else whole_numbers(tokens, f"{where}: token_ids")
-    num_tokens = whole_of(record, "num_tokens", where) if token_ids is None else len(token_ids)
+    num_tokens = num_tokens_of(record, token_ids, where, "token_ids (or nodes)")
     turns = value_of(record, "turns")
     if turns is not None and not isinstance(turns, list | tuple):
         raise TraceError(f"{where}: turns is a {type(turns).__name__}; a list of payloads is needed.")

@@ -15,7 +15,7 @@ from routepack.errors import TraceError
 from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention
 from routepack.formats.exporting import rows_of
-from routepack.formats.fields import joined_tokens, records_of, value_of, whole_numbers, whole_of
+from routepack.formats.fields import joined_tokens, num_tokens_of, records_of, value_of, whole_numbers
 from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import checked_ids, decoded
 from routepack.formats.routing import ModelRouting
@@ -86,7 +86,7 @@ def _add_trajectory(assembler: Assembler, record: Any, where: str) -> None:
     token_ids = joined_tokens({"token_ids": value_of(record, "token_ids")}, where)
     if token_ids is None:
         token_ids = joined_tokens({name: value_of(record, name) for name in ("prompt_ids", "response_ids")}, where)
-    num_tokens = whole_of(record, "num_tokens", where) if token_ids is None else len(token_ids)
+    num_tokens = num_tokens_of(record, token_ids, where, "prompt_ids and response_ids (or token_ids)")
     ids = decoded(value_of(record, FIELD), where, assembler.model, assembler.report)
     segments = [] if ids is None else [Segment(ids_TLK=ids)]
     assembler.add(RecordedSequence(num_tokens=num_tokens, segments=segments, **travelling(record, token_ids, where)))

@@ -15,7 +15,7 @@ from routepack.errors import TraceError
 from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention
 from routepack.formats.exporting import rows_of, sequence_records
-from routepack.formats.fields import records_of, value_of, whole_numbers, whole_of
+from routepack.formats.fields import num_tokens_of, records_of, value_of, whole_numbers, whole_of
 from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import decoded
 from routepack.formats.routing import ModelRouting
@@ -41,7 +41,7 @@ def load_samples(source: Iterable[Any], model: ModelRouting, convention: Convent
         where = f"{convention.stack}, sample {number}"
         tokens = value_of(sample, "tokens")
         token_ids = None if tokens is None else whole_numbers(tokens, f"{where}: tokens")
-        num_tokens = whole_of(sample, "num_tokens", where) if token_ids is None else len(token_ids)
+        num_tokens = num_tokens_of(sample, token_ids, where, "tokens")
         segments = _segments(sample, where, model, assembler, num_tokens)
         assembler.add(RecordedSequence(num_tokens=num_tokens, segments=segments, **travelling(sample, token_ids, where)))
     return assembler.finish()

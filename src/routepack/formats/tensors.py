@@ -24,11 +24,20 @@ def padded_ids(value: Any, where: str) -> np.ndarray:
 
 
 def attended(value: Any, batch: int, width: int, where: str) -> np.ndarray:
-    """An attention mask as bool [B, S]."""
+    """An attention mask as bool [B, S]: padding to the left, to the right or both, and tokens without a gap between."""
     mask = to_numpy(value, f"{where}: attention_mask")
     if mask.shape != (batch, width) or mask.dtype.kind not in "iubf":
         raise TraceError(f"{where}: attention_mask has shape {mask.shape}; {(batch, width)} is needed, as the routes have it.")
-    return mask != 0
+    marked = _marked(mask, f"{where}: attention_mask")
+    starts_B = marked[:, :1].sum(axis=1) + (marked[:, 1:] & ~marked[:, :-1]).sum(axis=1)
+    if (starts_B > 1).any():
+        b = int((starts_B > 1).argmax())
+        hole = int(np.flatnonzero(~marked[b, marked[b].argmax() :])[0] + marked[b].argmax())
+        raise TraceError(
+            f"{where}, sequence {b}: attention_mask has {starts_B[b]} runs of tokens; position {hole} between them is masked. "
+            "Padding stands before and after a sequence's tokens, never among them: cut masked tokens out, routes too."
+        )
+    return marked
 
 
 def row_mask(value: Any, shape: tuple[int, ...], name: str, where: str) -> np.ndarray:
@@ -36,6 +45,18 @@ def row_mask(value: Any, shape: tuple[int, ...], name: str, where: str) -> np.nd
     mask = to_numpy(value, f"{where}: {name}")
     if mask.shape != shape or mask.dtype.kind not in "iub":
         raise TraceError(f"{where}: {name} has shape {mask.shape} and dtype {mask.dtype}; bool {shape} is needed.")
+    return _marked(mask, f"{where}: {name}")
+
+
+def _marked(mask: np.ndarray, name: str) -> np.ndarray:
+    """*mask* as bool. Raises TraceError for anything but 0, 1 and bool, naming where it stands."""
+    if mask.dtype == np.bool_:
+        return mask
+    wrong = np.argwhere((mask != 0) & (mask != 1))
+    if len(wrong):
+        position = tuple(wrong[0].tolist())
+        at = f"sequence {position[0]}, position {position[1]}" if len(position) == 2 else f"row {position[0]}"
+        raise TraceError(f"{name} holds {mask[position].item()!r} at {at} ({len(wrong)} such entries): give 0, 1 or bool.")
     return mask != 0
 
 

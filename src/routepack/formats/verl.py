@@ -18,7 +18,7 @@ from routepack.errors import TraceError
 from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of
-from routepack.formats.fields import joined_tokens, records_of, value_of, whole_numbers, whole_of
+from routepack.formats.fields import joined_tokens, num_tokens_of, records_of, value_of, whole_numbers
 from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import checked_ids, decoded
 from routepack.formats.routing import ModelRouting
@@ -115,7 +115,7 @@ def _add_outputs(assembler: Assembler, source: Any, model: ModelRouting) -> None
         where = f"verl, output {number}"
         parts = {name: value_of(output, name) for name in ("prompt_ids", "response_ids")}
         token_ids = None if None in parts.values() else joined_tokens(parts, where)
-        num_tokens = whole_of(output, "num_tokens", where) if token_ids is None else len(token_ids)
+        num_tokens = num_tokens_of(output, token_ids, where, "prompt_ids and response_ids")
         ids = decoded(value_of(output, "routed_experts"), where, model, assembler.report)
         segments = [] if ids is None else [Segment(ids_TLK=ids)]
         assembler.add(RecordedSequence(num_tokens=num_tokens, segments=segments, **travelling(output, token_ids, where)))

@@ -17,7 +17,7 @@ from routepack.errors import TraceError
 from routepack.formats.assembler import Assembler, RecordedSequence, Segment
 from routepack.formats.convention import Convention, Reason
 from routepack.formats.exporting import rows_of, sequence_records
-from routepack.formats.fields import joined_tokens, records_of, value_of, whole_of
+from routepack.formats.fields import joined_tokens, num_tokens_of, records_of, value_of, whole_of
 from routepack.formats.importing import STRICT, Imported, ImportOptions
 from routepack.formats.payloads import decoded
 from routepack.formats.routing import ModelRouting
@@ -65,7 +65,7 @@ def tokens_of(record: Any, where: str) -> tuple[int, dict[str, Any]]:
     """How many tokens a record has, and what travels with them."""
     parts = {"prompt_token_ids": value_of(record, "prompt_token_ids"), "token_ids": value_of(record, "token_ids", "tokens")}
     token_ids = joined_tokens(parts, where)
-    num_tokens = whole_of(record, "num_tokens", where) if token_ids is None else len(token_ids)
+    num_tokens = num_tokens_of(record, token_ids, where, "prompt_token_ids and token_ids")
     return num_tokens, travelling(record, token_ids, where)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numba import njit
 
 NO_MASK = np.empty(0, dtype=np.bool_)
+MIN_ROWS = 1024
+"""Rows from which on several threads look for repeated ids."""
 
 
 def count_experts(
@@ -41,13 +44,39 @@ def count_experts(
         offsets = cu_seqlens[edges[block] : edges[block + 1] + 1]
         return kernel(ids_TJ, offsets, valid_T, tokens_SLE[sequences])
 
-    blocks = range(len(edges) - 1)
-    if threads == 1 or len(blocks) <= 1:
-        bad = [count(block) for block in blocks]
+    return tokens_SLE, _first(count, len(edges) - 1, threads)
+
+
+def find_repeated(
+    routed_experts_TLK: np.ndarray, num_experts: int, valid_T: np.ndarray | None = None, num_threads: int | None = None
+) -> int:
+    """The flat index of an id that stands in its row and layer for the second time, in a valid row; -1: there is none.
+
+    Ids of valid rows must lie in 0 .. E - 1, as :func:`count_experts` finds out.
+    """
+    rows, layers, top_k = routed_experts_TLK.shape
+    if top_k == 1:
+        return -1
+    ids_TJ = np.ascontiguousarray(routed_experts_TLK).reshape(rows, layers * top_k)
+    valid_T = NO_MASK if valid_T is None else np.ascontiguousarray(valid_T)
+    threads = num_threads or len(os.sched_getaffinity(0))
+    blocks = 4 * threads if threads > 1 and rows >= MIN_ROWS else 1
+    edges = [rows * block // blocks for block in range(blocks + 1)]
+
+    def find(block: int) -> int:
+        return _find_repeated(ids_TJ, layers, num_experts, valid_T, edges[block], edges[block + 1])
+
+    return _first(find, blocks, threads)
+
+
+def _first(search: Callable[[int], int], blocks: int, threads: int) -> int:
+    """The least index that a block's search gives, on so many threads; -1 where all give -1."""
+    if threads == 1 or blocks <= 1:
+        found = [search(block) for block in range(blocks)]
     else:
         with ThreadPoolExecutor(threads) as pool:
-            bad = list(pool.map(count, blocks))
-    return tokens_SLE, min((index for index in bad if index >= 0), default=-1)
+            found = list(pool.map(search, range(blocks)))
+    return min((index for index in found if index >= 0), default=-1)
 
 
 def _balanced_edges(cu_seqlens: np.ndarray, blocks: int) -> np.ndarray:
@@ -102,4 +131,30 @@ def _count_bytes(ids_TJ, cu_seqlens, valid_T, tokens_SLE):  # pragma: no cover -
         if counts_LV[:, experts:].any():
             return _count_checked(ids_TJ, cu_seqlens[s:], valid_T, tokens_SLE[s:])
         tokens_SLE[s] = counts_LV[:, :experts]
+    return -1
+
+
+@njit(nogil=True, cache=True)
+def _find_repeated(ids_TJ, layers, experts, valid_T, first, end):  # pragma: no cover - compiled
+    """Which experts a row named its number tells, so that nothing need be cleared; a row is searched only if one repeats."""
+    top_k = ids_TJ.shape[1] // layers
+    seen_E, turn = np.zeros(experts, dtype=np.int64), 0
+    for t in range(first, end):
+        if valid_T.size and not valid_T[t]:
+            continue
+        row = ids_TJ[t]
+        twice = False
+        j = 0
+        for _ in range(layers):
+            turn += 1
+            for _ in range(top_k):
+                expert = row[j]
+                twice |= seen_E[expert] == turn
+                seen_E[expert] = turn
+                j += 1
+        if twice:
+            for j in range(row.size):
+                for k in range(j - j % top_k, j):
+                    if row[k] == row[j]:
+                        return t * row.size + j
     return -1
