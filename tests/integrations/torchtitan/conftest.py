@@ -15,6 +15,7 @@ import pytest
 
 collect_ignore = [
     "checks.py",
+    "checks_guard.py",
     "checks_nodes.py",
     "checks_step.py",
     "faults.py",

@@ -10,11 +10,8 @@ import glob
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
-import numpy as np
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from torchtitan.models.common.decoder import Decoder
 
 from routepack.background import MIN_READY_SECONDS
 from routepack.checks import real, whole
@@ -29,6 +26,7 @@ from routepack.integrations.torchtitan.experiment import (
 )
 from routepack.integrations.torchtitan.losses import GRPOTokenLoss, TokenLoss
 from routepack.integrations.torchtitan.model import TrainedModel, moe_layer_ids, num_experts_of, top_k_of
+from routepack.integrations.torchtitan.trainable import TokenCheck
 from routepack.trace import load_trace, trace_header
 from routepack.types import RolloutBatch
 
@@ -157,11 +155,11 @@ def load_training_window(path: Path, model: TrainedModel, loss: TokenLoss, updat
     for name in ("token_ids", "loss_mask", *loss.needs):
         if name not in fields and name not in computed:
             raise TraceError(f"{path} has token fields {sorted(batch.token_fields)} but no {name}: {_remedy(name)}.")
-    config = cast(Decoder.Config, model.model_spec().model)
-    largest = int(np.max(fields["token_ids"], initial=0))
-    if largest >= config.vocab_size:
-        raise TraceError(f"{path} has token id {largest}; the model's vocabulary has {config.vocab_size}.")
-    return replace(batch, token_fields=fields)
+    sampled = {} if "logprobs_old" in batch.token_fields else {"logprobs_old": "logprobs"}
+    needs = [name for name in loss.needs if name not in computed]
+    batch = replace(batch, token_fields=fields)
+    TokenCheck(spec=model.model_spec(), needs=needs, window=str(path), recorded_as=sampled).check(batch)
+    return batch
 
 
 def _remedy(name: str) -> str:
