@@ -27,6 +27,7 @@ from routepack.files import atomic_path
 from routepack.integrations.torchtitan import device
 from routepack.integrations.torchtitan.experiment import Experiment, RLExperiment, build_experiment
 from routepack.integrations.torchtitan.trace_experiment import TraceExperiment, build_trace_experiment
+from routepack.integrations.torchtitan.window_checks import check_windows
 
 if TYPE_CHECKING:
     from routepack.integrations.torchtitan.rl import RLRun
@@ -46,8 +47,19 @@ def experiment_of(config: DictConfig) -> Experiment:
 
 
 def check(config: DictConfig) -> str:
-    """Build every component of a training config, and say what memory it takes; raises ConfigError, starts nothing."""
-    return str(experiment_of(config).memory())
+    """Build every component of a training config, and look at all that training needs; says what memory a rank takes.
+
+    Where ``windows`` is still ``???``, neither windows nor weights nor results have a place yet, and none is looked at.
+    Raises a RoutePackError as training would, and starts nothing.
+    """
+    experiment = experiment_of(config)
+    if OmegaConf.is_missing(config, "windows"):
+        return str(experiment.memory())
+    experiment.check_ready()
+    said = [str(experiment.memory())]
+    if isinstance(experiment, TraceExperiment):
+        said.append(check_windows(experiment))
+    return "\n".join(said)
 
 
 def train(paths: Sequence[str], overrides: Sequence[str]) -> int:
