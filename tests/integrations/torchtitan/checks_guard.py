@@ -82,3 +82,22 @@ def guards(ep: int, folder: str, **changes: Any) -> dict[str, Any]:
 
 def whole_state(trainer: Any) -> dict[str, torch.Tensor]:
     return {**{name: value.clone() for name, value in trainer.logical_state_dict().items()}, **logical_tensors(trainer)}
+
+
+@check
+def keeps_checkpoints(ep: int, folder: str, **changes: Any) -> dict[str, list[str]]:
+    """The folders that are there after each of four steps, each saved, and once the trainer is closed."""
+    trainer = build_trainer(ep, dump_folder=folder, checkpoints_kept=2, checkpoint_interval=1, **changes)
+    batch, kept = windows.window(0), {}
+    plan = windows.shuffled_plan(batch, topology_of(trainer), 0)
+    for step in range(1, 5):
+        trainer.update(batch, plan, CrossEntropyTokenLoss(), save=False)
+        # Nothing is the last in the background.
+        trainer.save(last=step == 4 and not changes)
+        dist.barrier()
+        kept[f"step {step}"] = named(Path(folder) / "checkpoint")
+        dist.barrier()
+    trainer.close()
+    dist.barrier()
+    kept["closed"] = sorted(path.name for path in (Path(folder) / "checkpoint").iterdir())
+    return kept

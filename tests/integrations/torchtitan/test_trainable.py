@@ -91,17 +91,6 @@ def test_the_file_and_the_name_in_it_are_told(tmp_path):
         load_training_window(path, TinyQwen3MoE(), GRPOTokenLoss(), UpdateSettings())
 
 
-@pytest.fixture(scope="module")
-def guarded(launch_ranks, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("guarded")
-    checks = [
-        ("refuses", "refuses_tokens", {"ep": 2}),
-        ("guards", "guards", {"ep": 2, "folder": str(folder / "a")}),
-        ("guards invariant", "guards", {"ep": 2, "folder": str(folder / "b"), "placement_invariant": True, "gather": "step"}),
-    ]
-    return launch_ranks(checks, 2, folder)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [

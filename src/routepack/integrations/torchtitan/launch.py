@@ -24,7 +24,7 @@ from routepack import distributed
 from routepack.config import load
 from routepack.errors import ConfigError, RoutePackError
 from routepack.files import atomic_path
-from routepack.integrations.torchtitan import device
+from routepack.integrations.torchtitan import device, orphans
 from routepack.integrations.torchtitan.experiment import Experiment, RLExperiment, build_experiment
 from routepack.integrations.torchtitan.trace_experiment import TraceExperiment, build_trace_experiment
 from routepack.integrations.torchtitan.window_checks import check_windows
@@ -131,6 +131,7 @@ def rank_environment(rank: int, experiment: Experiment, port: int) -> dict[str, 
         "LOCAL_WORLD_SIZE": size,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        orphans.LAUNCHER: str(os.getpid()),
     }
 
 
@@ -285,6 +286,7 @@ def main(arguments: Sequence[str]) -> None:
     """One rank, with the layers that ``routepack train`` was given."""
     from routepack.cli import split_layers
 
+    orphans.end_with_launcher()
     try:
         train(*split_layers(list(arguments)))
     except RoutePackError as error:
