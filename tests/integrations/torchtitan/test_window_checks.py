@@ -115,3 +115,8 @@ def test_train_finds_a_missing_field_before_a_rank_starts(folder):
 
 def test_a_config_whose_windows_are_still_to_be_named_is_built_all_the_same():
     assert "weights" in launch.check(load([CONFIGS / "qwen3_30b_a3b.yaml"]))
+
+
+def test_a_config_of_plan_is_no_config_of_train():
+    with pytest.raises(ConfigError, match="trace: this is a config of 'routepack plan'"):
+        launch.experiment_of(load([CONFIGS / "plan.yaml"]))

@@ -43,6 +43,11 @@ SETTLE_SECONDS = 5.0
 def experiment_of(config: DictConfig) -> Experiment:
     """The experiment that *config* describes: over recorded windows where it has ``windows``, else one that samples its own."""
     # A value that is still ??? does not count as present, but its key does.
+    if "trace" in config.keys():  # noqa: SIM118
+        raise ConfigError(
+            "trace: this is a config of 'routepack plan', which plans one recorded window: give it to that. 'routepack train' "
+            "trains on recorded windows where a config has windows and model, see configs/README.md."
+        )
     return build_trace_experiment(config) if "windows" in config.keys() else build_experiment(config)  # noqa: SIM118
 
 
