@@ -87,7 +87,7 @@ def instantiate(target: type[T], options: dict[str, Any], *, where: str) -> T:
         key = str(error.full_key or "")
         value = f"={options[key]!r}" if key in options else ""
         name = ".".join(part for part in (where, key) if part)
-        wanted = _WANTED.get(types.get(key))
+        wanted = _WANTED.get(cast(Any, types.get(key)))
         remedy = f": {wanted} is needed, or leave it out for its default." if wanted else ""
         raise ConfigError(f"{name}{value}: {_first_line(error)}{remedy}") from error
 
