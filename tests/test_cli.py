@@ -466,3 +466,9 @@ def test_report_refuses_another_trace(routepack, trace, tmp_path):
     other = write_trace(tmp_path / "other.safetensors", lengths=np.arange(5, 29))
     code, _, err = routepack("report", out, other, "--out", tmp_path / "page.html")
     assert (code, "another window" in err, (tmp_path / "page.html").exists()) == (1, True, False)
+
+
+def test_a_config_of_train_is_no_config_of_plan(routepack):
+    code, _, err = routepack("plan", str(Path(PLAN).with_name("tiny_rl.yaml")))
+    assert code == 1
+    assert "this is a config of 'routepack train'" in err

@@ -1,3 +1,4 @@
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
@@ -115,3 +116,23 @@ def test_a_missing_file_is_a_config_error(tmp_path):
 def test_check_keys_names_the_nearest():
     with pytest.raises(ConfigError, match=r"sede is no option of this config: did you mean seed\?"):
         check_keys(["sede"], ["seed", "trace"])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Logged:
+    """Has a text that is off where it is empty."""
+
+    log: str = ""
+    count: int = 1
+
+
+@pytest.mark.parametrize("given", ["part.log=", "part.log=null", "part.log=''"])
+def test_null_is_off_where_an_empty_text_is(given):
+    assert build(load([], [given]), "part", base=Logged) == Logged()
+
+
+@pytest.mark.parametrize("given", ["two", "null"])
+def test_a_value_of_another_type_is_told_with_what_is_needed(given):
+    value = "None" if given == "null" else "'two'"
+    with pytest.raises(ConfigError, match=rf"part.count={value}: .*: a whole number is needed, or leave it out"):
+        build(load([], [f"part.count={given}"]), "part", base=Logged)

@@ -1,12 +1,14 @@
 """Files are whole or absent, and nothing is replaced that a user would miss."""
 
 import errno
+import json
+import math
 import os
 
 import pytest
 
 from routepack.errors import ConfigError
-from routepack.files import atomic_path, check_out, is_folder
+from routepack.files import atomic_path, check_out, is_folder, read_history, write_json
 
 
 def write_half(path, error):
@@ -95,3 +97,11 @@ def test_names_that_cannot_be_looked_up_are_no_folders(tmp_path):
     assert is_folder(tmp_path)
     assert not is_folder("x" * 300)
     assert not is_folder("a\0b")
+
+
+def test_json_has_null_where_a_figure_is_not_finite(tmp_path):
+    write_json(path := tmp_path / "history.json", [{"loss": 1.5, "policy_kl": math.inf, "clip": math.nan}])
+    text = path.read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == [{"loss": 1.5, "policy_kl": None, "clip": None}]
+    assert math.isnan(read_history(path)[0]["policy_kl"])
+    assert read_history(tmp_path / "none.json") == []

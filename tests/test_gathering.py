@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from routepack.components.collector import RoutingDemandCollector
-from routepack.gathering import collect_demand
+from routepack.errors import TraceError
+from routepack.gathering import _check_permutation, collect_demand
 
 HERE = Path(__file__).parent
 SPEC = importlib.util.spec_from_file_location("gathering_worker", HERE / "gathering_worker.py")
@@ -75,3 +76,17 @@ def test_an_error_on_one_rank_is_an_error_on_all(results, case, mine, others):
 
 def test_a_single_rank_counts_alone():
     assert collect_demand(RoutingDemandCollector(), worker.window()).digest == one_process().digest
+
+
+@pytest.mark.parametrize(
+    ("positions", "ranks", "wrong"),
+    [
+        ([0, 1, 1, 2], [0, 0, 1, 1], "1 is held by ranks 0 and 1, and 3 by none"),
+        ([0, 0, 1, 2], [0, 0, 1, 1], "0 is held by rank 0 twice, and 3 by none"),
+        ([0, 1, 2, 7], [0, 0, 1, 1], "rank 1 has 7"),
+        ([0, 1, 2, -1], [0, 0, 1, 2], "rank 2 has -1"),
+    ],
+)
+def test_numbers_that_overlap_are_told_with_the_ranks_that_hold_them(positions, ranks, wrong):
+    with pytest.raises(TraceError, match=rf"sequences_S of all ranks must be 0 .. 3, each once: {wrong}"):
+        _check_permutation(np.array(positions), np.array(ranks), "sequences_S")

@@ -34,6 +34,8 @@ class PlanOptions:
 PLAN_OPTIONS = tuple(PlanOptions.__dataclass_fields__)
 COMPONENTS = ("topology", "cost_model", "links", "collector", "rerouter", "packer", "move_policy")
 PLANNER_KEYS = (*COMPONENTS, *PLAN_OPTIONS)
+TRAINING_ONLY = ("model", "loss", "trainer", "launch", "update", "windows", "task", "rollout", "warmup", "rl")
+"""What a config of ``routepack train`` may have and one of ``routepack plan`` may not."""
 
 
 def build_planner(config: DictConfig) -> Planner:

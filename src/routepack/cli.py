@@ -374,8 +374,13 @@ def plan_table(plan: Any) -> Table:
 
 
 def _planner(config: Any) -> Any:
-    from routepack.assembly import PLANNER_KEYS, build_planner
+    from routepack.assembly import PLANNER_KEYS, TRAINING_ONLY, build_planner
 
+    if other := [key for key in TRAINING_ONLY if key in config.keys()]:  # noqa: SIM118
+        raise ConfigError(
+            f"{', '.join(other)}: this is a config of 'routepack train': give it to that, or name one of 'routepack plan', "
+            f"which has {', '.join(PLAN_FILE_KEYS)} and the planner's options."
+        )
     check_keys(config, (*PLANNER_KEYS, *PLAN_FILE_KEYS), what="a plan's config")
     return build_planner(config)
 

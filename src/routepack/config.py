@@ -73,6 +73,9 @@ def instantiate(target: type[T], options: dict[str, Any], *, where: str) -> T:
         if needed and field.name not in options:
             raise ConfigError(f"{where}.{field.name} is not set, and {target.__name__} needs it: give it a value.")
     options = {name: _whole_as_int(value, types.get(name)) for name, value in options.items()}
+    # Where an empty text means off, so does null, which is also what YAML makes of "option=".
+    off = {field.name for field in fields if field.default == "" and types.get(field.name) is str}
+    options = {name: "" if value is None and name in off else value for name, value in options.items()}
     try:
         return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(target), options)))
     except RoutePackError:
@@ -84,7 +87,12 @@ def instantiate(target: type[T], options: dict[str, Any], *, where: str) -> T:
         key = str(error.full_key or "")
         value = f"={options[key]!r}" if key in options else ""
         name = ".".join(part for part in (where, key) if part)
-        raise ConfigError(f"{name}{value}: {_first_line(error)}") from error
+        wanted = _WANTED.get(cast(Any, types.get(key)))
+        remedy = f": {wanted} is needed, or leave it out for its default." if wanted else ""
+        raise ConfigError(f"{name}{value}: {_first_line(error)}{remedy}") from error
+
+
+_WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
 def _whole_as_int(value: Any, kind: Any) -> Any:

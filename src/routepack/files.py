@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from routepack.errors import ConfigError
 
@@ -35,6 +38,29 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}: choose another place.") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(path: str | Path, value: Any, *, indent: int | None = None) -> None:
+    """Write *value* as JSON, whole or not at all. What is not finite, which JSON has no number for, becomes null."""
+    text = json.dumps(_without_nan(value), indent=indent, allow_nan=False)
+    with atomic_path(path) as temporary:
+        temporary.write_text(text)
+
+
+def read_history(path: Path) -> list[dict[str, float]]:
+    """The figures that :func:`write_json` wrote of each window; none where there is no file."""
+    if not path.exists():
+        return []
+    history = json.loads(path.read_text())
+    return [{name: math.nan if value is None else value for name, value in one.items()} for one in history]
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def is_folder(path: str | Path) -> bool:

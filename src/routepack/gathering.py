@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from routepack.components.collector import RoutingDemandCollector
-from routepack.distributed import gather_bytes, num_ranks, this_rank
+from routepack.distributed import gather_bytes, num_ranks
 from routepack.errors import RoutePackError, TraceError
 from routepack.types import RolloutBatch, RoutingDemand
 
@@ -20,6 +20,7 @@ def collect_demand(
     *,
     positions_S: np.ndarray | None = None,
     device: torch.device | str = "cpu",
+    called: str = "positions_S",
 ) -> RoutingDemand:
     """The demand of all ranks' sequences, the same on every rank.
 
@@ -31,6 +32,7 @@ def collect_demand(
         positions_S: int64 [S of this rank], where each sequence stands in the window; together a permutation. None: the
             ranks' sequences one after another.
         device: where the collective runs; an accelerator for NCCL.
+        called: what errors call *positions_S*.
 
     Raises:
         TraceError: on every rank, where one of them cannot count or the ranks disagree on layers, experts or top-k.
@@ -39,7 +41,7 @@ def collect_demand(
     try:
         if batch is not None:
             demand, coverage_S = collector.count(batch)
-        positions_S = _positions(positions_S, 0 if demand is None else demand.num_sequences)
+        positions_S = _positions(positions_S, 0 if demand is None else demand.num_sequences, called)
     except RoutePackError as problem:
         error = problem
     headers = gather_bytes(_header(demand, error, positions_S).tobytes(), device=device)
@@ -50,7 +52,7 @@ def collect_demand(
         for part, shape in zip(gather_bytes(payload, device=device), shapes, strict=True)
         if shape.sequences
     ]
-    return _window(collector, parts, shapes)
+    return _window(collector, parts, shapes, called)
 
 
 def pack_counts(demand: RoutingDemand, coverage_S: np.ndarray, positions_S: np.ndarray | None, itemsize: int) -> bytes:
@@ -115,17 +117,17 @@ def _unpack(payload: bytes, shape: _Shape) -> list[np.ndarray]:
     return [counts, words[0], words[1], words[2], words[3].view(np.float64), words[4]]
 
 
-def _window(collector: RoutingDemandCollector, parts: list[list[np.ndarray]], shapes: list[_Shape]) -> RoutingDemand:
+def _window(
+    collector: RoutingDemandCollector, parts: list[list[np.ndarray]], shapes: list[_Shape], called: str
+) -> RoutingDemand:
+    rank_S = np.repeat(np.arange(len(shapes)), [shape.sequences for shape in shapes])
     shapes = [shape for shape in shapes if shape.sequences]
     counts, length_S, group_S, modality_S, coverage_S, position_S = (
         np.concatenate(column) for column in zip(*parts, strict=True)
     )
     order_S = np.arange(len(length_S))
     if shapes[0].placed:
-        if sorted(position_S.tolist()) != order_S.tolist():
-            raise TraceError(
-                f"positions_S of all ranks must be 0 .. {len(order_S) - 1}, each once; rank {this_rank()} sees others."
-            )
+        _check_permutation(position_S, rank_S, called)
         order_S = np.argsort(position_S)
     has_groups, has_modalities = (all(getattr(shape, name) for shape in shapes) for name in ("has_groups", "has_modalities"))
     window = RoutingDemand(
@@ -140,10 +142,29 @@ def _window(collector: RoutingDemandCollector, parts: list[list[np.ndarray]], sh
     return collector.estimate(window, coverage_S[order_S])
 
 
-def _positions(positions_S: np.ndarray | None, sequences: int) -> np.ndarray | None:
+def _check_permutation(position_S: np.ndarray, rank_S: np.ndarray, called: str) -> None:
+    """Raise TraceError, naming number and ranks, unless *position_S* holds 0, 1, ... each once; *rank_S* gave them."""
+    count, wrong = len(position_S), ""
+    beyond = np.flatnonzero((position_S < 0) | (position_S >= count))
+    if len(beyond):
+        wrong = f"rank {rank_S[beyond[0]]} has {position_S[beyond[0]]}"
+    else:
+        times_S = np.bincount(position_S, minlength=count)
+        if (times_S > 1).any():
+            number = int(times_S.argmax())
+            ranks = sorted(set(rank_S[position_S == number].tolist()))
+            holders = f"ranks {' and '.join(map(str, ranks))}" if len(ranks) > 1 else f"rank {ranks[0]} twice"
+            wrong = f"{number} is held by {holders}, and {int(times_S.argmin())} by none"
+    if wrong:
+        raise TraceError(
+            f"{called} of all ranks must be 0 .. {count - 1}, each once: {wrong}. Number the sequences of all ranks together."
+        )
+
+
+def _positions(positions_S: np.ndarray | None, sequences: int, called: str) -> np.ndarray | None:
     if positions_S is None:
         return None
     positions_S = np.asarray(positions_S)
     if positions_S.shape != (sequences,) or (positions_S.size and positions_S.dtype.kind not in "iu"):
-        raise TraceError(f"positions_S has shape {positions_S.shape}; {sequences} whole numbers are needed.")
+        raise TraceError(f"{called} has shape {positions_S.shape}; {sequences} whole numbers are needed.")
     return positions_S.astype(np.int64)

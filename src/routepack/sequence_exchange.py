@@ -50,7 +50,8 @@ def gathered_demand(held: HeldSequences, collector: RoutingDemandCollector) -> R
     :func:`routepack.gathering.collect_demand`.
     """
     numbers = held.sequences_S
-    return collect_demand(collector, held.batch, positions_S=numbers, device=distributed.backend_device())
+    device = distributed.backend_device()
+    return collect_demand(collector, held.batch, positions_S=numbers, device=device, called="sequences_S")
 
 
 def to_planned_ranks(held: HeldSequences, plan: Plan) -> HeldSequences:

@@ -15,6 +15,7 @@ import pytest
 
 collect_ignore = [
     "checks.py",
+    "checks_guard.py",
     "checks_nodes.py",
     "checks_step.py",
     "faults.py",
@@ -405,6 +406,21 @@ def trace_pair(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("peaks", "peaks", {"vocab_size": 8192, "num_tokens": 512}),
     ]
     return [result | {"folder": folder} for result in launch(checks, 2, folder / "launch")]
+
+
+@pytest.fixture(scope="session")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Two ranks, EP 2: what they refuse, what changes no weight, and which checkpoints they keep."""
+    folder = tmp_path_factory.mktemp("guarded")
+    invariant = {"placement_invariant": True, "gather": "step"}
+    checks = [
+        ("refuses", "refuses_tokens", {"ep": 2}),
+        ("guards", "guards", {"ep": 2, "folder": str(folder / "a")}),
+        ("guards invariant", "guards", {"ep": 2, "folder": str(folder / "b"), **invariant}),
+        ("keeps", "keeps_checkpoints", {"ep": 2, "folder": str(folder / "c")}),
+        ("keeps asynchronously", "keeps_checkpoints", {"ep": 2, "folder": str(folder / "d"), "async_checkpoints": True}),
+    ]
+    return launch(checks, 2, folder)
 
 
 DEBUG_MODEL = {"name": "deepseek_v3", "flavor": "debugmodel"}

@@ -87,6 +87,16 @@ def test_a_full_disk_on_one_rank_is_said_on_all_and_costs_no_checkpoint(request,
         assert result[key]["resumed"] == 6
 
 
+@pytest.mark.parametrize("key", ["keeps", "keeps asynchronously"])
+def test_as_many_checkpoints_are_kept_as_was_asked_for(guarded, key):
+    assert guarded[0][key]["closed"] == ["step-3", "step-4"]
+
+
+def test_the_last_save_keeps_no_more_than_others(guarded):
+    assert guarded[0]["keeps"]["step 3"] == ["step-2", "step-3"]
+    assert guarded[0]["keeps"]["step 4"] == ["step-3", "step-4"]
+
+
 @pytest.mark.parametrize(
     ("attempt", "message"),
     [

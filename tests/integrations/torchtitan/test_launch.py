@@ -255,6 +255,17 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
 
 
 @pytest.mark.slow
+def test_ranks_end_with_a_launcher_that_was_killed_and_leave_nothing_half_written(tmp_path):
+    process, ranks = started(tmp_path / "results", *SMALL, "rl.num_steps=1000")
+    process.kill()
+    process.communicate(timeout=30)
+    assert len(ranks) == 2
+    assert all(map(is_gone, ranks))
+    assert "is gone; this rank ends" in (tmp_path / "results/logs/rank1.log").read_text()
+    assert not list((tmp_path / "results").rglob("*.tmp"))
+
+
+@pytest.mark.slow
 def test_a_rank_killed_while_training_ends_the_others_with_its_signal(tmp_path):
     process, ranks = started(tmp_path / "results", *SMALL, "rl.num_steps=1000")
     os.kill(ranks[1], signal.SIGKILL)

@@ -117,7 +117,7 @@ def test_demand_gathered_from_all_ranks_is_the_windows(step_pair):
         ("kinds", "plan or kind of batch"),
         ("longer", "tokens; the plan was made for|another rank could not use its plan"),
         ("not sent", "send sequences to their ranks first"),
-        ("demand", "positions_S of all ranks must be 0 .. .*, each once"),
+        ("demand", "sequences_S of all ranks must be 0 .. .*, each once: . is held by rank"),
     ],
 )
 def test_sequences_that_do_not_make_up_the_window_are_refused_on_every_rank(step_pair, attempt, message):

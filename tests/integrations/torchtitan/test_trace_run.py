@@ -216,7 +216,7 @@ def test_a_window_without_logprobs_is_refused_unless_they_are_recomputed_or_nobo
 
 def test_a_token_beyond_the_vocabulary_is_refused(folder):
     path = folder / "window0.safetensors"
-    with pytest.raises(TraceError, match=r"has token id 63; the model's vocabulary has 60"):
+    with pytest.raises(TraceError, match=r"has token id 61; the model's vocabulary has 60, 0 .. 59"):
         load_training_window(path, TinyQwen3MoE(vocab_size=60), CrossEntropyTokenLoss(), UpdateSettings())
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 
 def main(folder: Path, rank: int, world_size: int) -> None:
-    import checks_nodes  # noqa: F401 - registers its checks
+    import checks_guard  # noqa: F401 - registers its checks
+    import checks_nodes  # noqa: F401
     import checks_step  # noqa: F401
     import torch.distributed as dist
     from checks import CHECKS

@@ -166,6 +166,9 @@ class PlacedCheckpointManager(CheckpointManager):
         self.trainer.check_whole()
         saved = super()._save(curr_step, last_step)
         self.last_saved_step = curr_step if saved else self.last_saved_step
+        if saved and last_step:
+            # TorchTitan does so after every save but the last.
+            self._purge_stale_checkpoints()
         return saved
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -208,7 +211,11 @@ class PlacedCheckpointManager(CheckpointManager):
             self.save_future = None
 
     def _close(self) -> None:
+        in_writing = self.save_future is not None
         self.maybe_wait_for_saving()
+        if in_writing:
+            # It is complete now, so one more of the older ones can go.
+            self._purge_stale_checkpoints()
         super()._close()
 
 

@@ -69,6 +69,10 @@ class CpuDevice(types.ModuleType):
         """Nothing to free."""
 
 
+KNOWN = ("cpu", "cuda", "xpu", "npu", "hpu", "mps")
+"""What torch calls the devices that a rank may be asked to have."""
+
+
 def device_type() -> str:
     """What TorchTitan runs on: ``cpu``, or the accelerator that torch finds."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)

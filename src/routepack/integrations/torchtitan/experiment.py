@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from routepack.background import MIN_READY_SECONDS
 from routepack.checks import real, whole
 from routepack.config import build, check_keys, instantiate, section_options
 from routepack.errors import ConfigError
+from routepack.integrations.torchtitan import device
 from routepack.integrations.torchtitan.losses import GRPOTokenLoss, TokenLoss
 from routepack.integrations.torchtitan.memory import MemoryEstimate, estimate_memory
 from routepack.integrations.torchtitan.model import TinyQwen3MoE, TrainedModel, num_experts_of
@@ -132,6 +135,8 @@ class LaunchSettings:
         _check_reals("launch", self, "device_memory_gib")
         if self.port > 65_535:
             raise ConfigError(f"launch.port={self.port} is no TCP port: choose 1 to 65535, or 0 for a free one.")
+        if self.device and self.device not in device.KNOWN:
+            raise ConfigError(f"launch.device={self.device!r} is unknown: choose {', '.join(device.KNOWN)}, or leave it empty.")
 
 
 SECTIONS = ("model", "loss", "trainer", "launch")
@@ -165,7 +170,8 @@ class Experiment:
         return self.planner.topology.data_parallel_degree
 
     def check_ready(self) -> None:
-        """Raise a RoutePackError where something is missing that a run needs and a check does not."""
+        """Raise a RoutePackError where something is missing that a run needs: weights, or a folder for results."""
+        check_folder(self.out)
         weights = self.trainer.initial_weights
         if weights and not Path(weights).is_dir():
             raise ConfigError(
@@ -255,6 +261,16 @@ def _folder(config: DictConfig) -> Path:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"out={folder} is a file: name a folder.")
     return folder
+
+
+def check_folder(out: Path) -> None:
+    """Raise ConfigError where *out* cannot be made or written; leaves nothing behind."""
+    nearest = next((one for one in (out, *out.absolute().parents) if os.path.lexists(one)), Path("/"))
+    try:
+        with tempfile.TemporaryDirectory(prefix=".routepack-", dir=nearest):
+            pass
+    except OSError as error:
+        raise ConfigError(f"out={out} cannot be made: {nearest}: {error.strerror}: choose another folder.") from error
 
 
 def check_model(experiment: Experiment) -> None:

@@ -24,9 +24,10 @@ from routepack import distributed
 from routepack.config import load
 from routepack.errors import ConfigError, RoutePackError
 from routepack.files import atomic_path
-from routepack.integrations.torchtitan import device
+from routepack.integrations.torchtitan import device, orphans
 from routepack.integrations.torchtitan.experiment import Experiment, RLExperiment, build_experiment
 from routepack.integrations.torchtitan.trace_experiment import TraceExperiment, build_trace_experiment
+from routepack.integrations.torchtitan.window_checks import check_windows
 
 if TYPE_CHECKING:
     from routepack.integrations.torchtitan.rl import RLRun
@@ -42,12 +43,28 @@ SETTLE_SECONDS = 5.0
 def experiment_of(config: DictConfig) -> Experiment:
     """The experiment that *config* describes: over recorded windows where it has ``windows``, else one that samples its own."""
     # A value that is still ??? does not count as present, but its key does.
+    if "trace" in config.keys():  # noqa: SIM118
+        raise ConfigError(
+            "trace: this is a config of 'routepack plan', which plans one recorded window: give it to that. 'routepack train' "
+            "trains on recorded windows where a config has windows and model, see configs/README.md."
+        )
     return build_trace_experiment(config) if "windows" in config.keys() else build_experiment(config)  # noqa: SIM118
 
 
 def check(config: DictConfig) -> str:
-    """Build every component of a training config, and say what memory it takes; raises ConfigError, starts nothing."""
-    return str(experiment_of(config).memory())
+    """Build every component of a training config, and look at all that training needs; says what memory a rank takes.
+
+    Where ``windows`` is still ``???``, neither windows nor weights nor results have a place yet, and none is looked at.
+    Raises a RoutePackError as training would, and starts nothing.
+    """
+    experiment = experiment_of(config)
+    if OmegaConf.is_missing(config, "windows"):
+        return str(experiment.memory())
+    experiment.check_ready()
+    said = [str(experiment.memory())]
+    if isinstance(experiment, TraceExperiment):
+        said.append(check_windows(experiment))
+    return "\n".join(said)
 
 
 def train(paths: Sequence[str], overrides: Sequence[str]) -> int:
@@ -119,6 +136,7 @@ def rank_environment(rank: int, experiment: Experiment, port: int) -> dict[str, 
         "LOCAL_WORLD_SIZE": size,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        orphans.LAUNCHER: str(os.getpid()),
     }
 
 
@@ -273,6 +291,7 @@ def main(arguments: Sequence[str]) -> None:
     """One rank, with the layers that ``routepack train`` was given."""
     from routepack.cli import split_layers
 
+    orphans.end_with_launcher()
     try:
         train(*split_layers(list(arguments)))
     except RoutePackError as error:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from routepack.errors import TraceError
+from routepack.integrations.torchtitan.trainable import check_mask, trained_mask
 from routepack.materialize import Microbatch
 from routepack.recorded import RolloutBatch
 
@@ -58,15 +59,8 @@ def _trained_only(value_n: np.ndarray, loss_mask_n: Tensor) -> Tensor:
 
 def num_trained_tokens(batch: RolloutBatch) -> int:
     """Tokens that the batch trains. Raises TraceError where there is none, or where ``loss_mask`` is no mask."""
-    if "loss_mask" not in batch.token_fields:
-        raise TraceError(
-            f"the batch has token fields {sorted(batch.token_fields)} but no loss_mask, 1 where a token is trained."
-        )
-    mask_N = np.asarray(batch.token_fields["loss_mask"]).astype(np.float64)
-    if mask_N.ndim != 1 or not np.isin(mask_N, (0.0, 1.0)).all():
-        raise TraceError("loss_mask must be one 0 or 1 for each token: put weights into the advantages.")
-    first_S = batch.cu_tokens[:-1]
-    num_trained = int(mask_N.sum() - mask_N[first_S].sum())
+    check_mask(batch)
+    num_trained = int(trained_mask(batch).sum())
     if not num_trained:
         raise TraceError("loss_mask trains no token of this window (first tokens are not predicted): nothing to learn from.")
     return num_trained

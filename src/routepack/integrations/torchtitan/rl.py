@@ -6,7 +6,6 @@ before this one's update, and planned during it.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 
 from routepack import distributed
 from routepack.components.rerouter import IdentityRerouter
-from routepack.files import atomic_path
+from routepack.files import read_history, write_json
 from routepack.integrations.torchtitan.clock import Clock
 from routepack.integrations.torchtitan.experiment import RLExperiment
 from routepack.integrations.torchtitan.gather import gather_rollouts
@@ -90,16 +89,15 @@ class RLRun:
         self.trainer.resume()
         warmed_up = min(self.trainer.windows_done, self.experiment.warmup.num_steps)
         reinforced = self.trainer.windows_done - warmed_up
-        if self.rank == 0 and self.history_path.exists():
-            self.history = json.loads(self.history_path.read_text())[:reinforced]
+        if self.rank == 0:
+            self.history = read_history(self.history_path)[:reinforced]
         return warmed_up, reinforced
 
     def window_done(self, *, last: bool = False) -> None:
         """Count a window, save a checkpoint if one is due, and beside it the figures so far."""
         self.trainer.windows_done += 1
         if self.trainer.save(last=last) and self.rank == 0:
-            with atomic_path(self.history_path) as path:
-                path.write_text(json.dumps(self.history))
+            write_json(self.history_path, self.history)
 
     @property
     def history_path(self) -> Path:
@@ -198,8 +196,7 @@ class RLRun:
 
     def save_summary(self, summary: dict[str, Any]) -> None:
         """Write the summary and every step's figures."""
-        with atomic_path(self.experiment.out / "summary.json") as path:
-            path.write_text(json.dumps({**summary, "steps": self.history}, indent=1))
+        write_json(self.experiment.out / "summary.json", {**summary, "steps": self.history}, indent=1)
 
 
 def window_figures(batch: RolloutBatch) -> dict[str, float]:

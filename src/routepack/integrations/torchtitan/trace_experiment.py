@@ -10,11 +10,9 @@ import glob
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from torchtitan.models.common.decoder import Decoder
 
 from routepack.background import MIN_READY_SECONDS
 from routepack.checks import real, whole
@@ -29,6 +27,7 @@ from routepack.integrations.torchtitan.experiment import (
 )
 from routepack.integrations.torchtitan.losses import GRPOTokenLoss, TokenLoss
 from routepack.integrations.torchtitan.model import TrainedModel, moe_layer_ids, num_experts_of, top_k_of
+from routepack.integrations.torchtitan.trainable import TokenCheck
 from routepack.trace import load_trace, trace_header
 from routepack.types import RolloutBatch
 
@@ -75,8 +74,23 @@ class TraceExperiment(Experiment):
 
     def check_ready(self) -> None:
         """Raise unless windows are named and fit the model, and what else a run needs is there."""
-        self.windows()
+        for path in self.windows():
+            self.check_sequences(path)
         super().check_ready()
+
+    def check_sequences(self, path: Path) -> None:
+        """Raise TraceError where a window lacks a field, or a sequence is too long. No token or route is read."""
+        limit = self.planner.packer.max_tokens
+        for file in files_of(path):
+            batch = load_trace(file)
+            complete(file, batch, self.loss, self.update)
+            TokenCheck(spec=self.model.model_spec(), window=str(file)).check_lengths(batch, np.arange(batch.num_sequences))
+            if (longest := int(batch.num_tokens_S.max(initial=0))) > limit:
+                s = int(batch.num_tokens_S.argmax())
+                raise TraceError(
+                    f"{file}: sequence {s} has {longest} tokens; packer.max_tokens={limit} is what a microbatch holds: "
+                    "raise it, or leave longer sequences out."
+                )
 
     def windows(self) -> list[Path]:
         """The windows in order: patterns as they are named, what a glob finds by name.
@@ -126,11 +140,16 @@ def _found(pattern: str) -> list[str]:
     return paths
 
 
+def files_of(path: Path) -> list[Path]:
+    """The files of a window."""
+    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+
+
 def check_routing(path: Path, model: TrainedModel) -> None:
     """Raise TraceError unless the window at *path* has this model's MoE layers, experts and top-k. Reads headers alone."""
     spec = model.model_spec()
     layers = moe_layer_ids(spec)
-    for file in [path] if not path.is_dir() else sorted(path.glob("*.safetensors")):
+    for file in files_of(path):
         header = trace_header(file)
         wanted = {"MoE layers": len(layers), "experts": num_experts_of(spec), "experts a token (top_k)": top_k_of(spec)}
         given = dict(zip(wanted, (header.num_layers, header.num_experts, header.top_k), strict=True))
@@ -150,17 +169,26 @@ def load_training_window(path: Path, model: TrainedModel, loss: TokenLoss, updat
     Raises TraceError naming the field, the token id or the sequence that does not fit.
     """
     batch = load_trace(path)
+    sampled = {} if "logprobs_old" in batch.token_fields else {"logprobs_old": "logprobs"}
+    batch = complete(path, batch, loss, update)
+    needs = [name for name in loss.needs if name not in computed_by(update)]
+    TokenCheck(spec=model.model_spec(), needs=needs, window=str(path), recorded_as=sampled).check(batch)
+    return batch
+
+
+def computed_by(update: UpdateSettings) -> set[str]:
+    """The token fields that are computed anew for every window."""
+    return {"logprobs_old"} if update.recompute_logprobs else set()
+
+
+def complete(path: Path, batch: RolloutBatch, loss: TokenLoss, update: UpdateSettings) -> RolloutBatch:
+    """The batch with every token field that the loss reads but recomputed ones. Raises TraceError where one is missing."""
     fields = dict(batch.token_fields)
     if "logprobs_old" in loss.needs and not update.recompute_logprobs and "logprobs" in fields:
         fields.setdefault("logprobs_old", fields["logprobs"])
-    computed = {"logprobs_old"} if update.recompute_logprobs else set()
     for name in ("token_ids", "loss_mask", *loss.needs):
-        if name not in fields and name not in computed:
+        if name not in fields and name not in computed_by(update):
             raise TraceError(f"{path} has token fields {sorted(batch.token_fields)} but no {name}: {_remedy(name)}.")
-    config = cast(Decoder.Config, model.model_spec().model)
-    largest = int(np.max(fields["token_ids"], initial=0))
-    if largest >= config.vocab_size:
-        raise TraceError(f"{path} has token id {largest}; the model's vocabulary has {config.vocab_size}.")
     return replace(batch, token_fields=fields)
 
 

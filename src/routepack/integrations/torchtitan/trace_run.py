@@ -5,7 +5,6 @@ The next window is read and planned while this one is trained.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from routepack import distributed
 from routepack.arrays import digest_of
 from routepack.errors import RoutePackError
-from routepack.files import atomic_path
+from routepack.files import read_history, write_json
 from routepack.integrations.torchtitan.clock import Clock
 from routepack.integrations.torchtitan.planning import SharedPlanner
 from routepack.integrations.torchtitan.progress import WindowProgress
@@ -60,8 +59,7 @@ class TraceRun:
                 self.window_done(last=number == len(self.windows) - 1)
         summary = summarize(self.history)
         if distributed.this_rank() == 0:
-            with atomic_path(self.experiment.out / "summary.json") as path:
-                path.write_text(json.dumps({**summary, "steps": self.history}, indent=1))
+            write_json(self.experiment.out / "summary.json", {**summary, "steps": self.history}, indent=1)
         self.progress.finish(self.experiment.out)
         return summary
 
@@ -111,14 +109,13 @@ class TraceRun:
         return done
 
     def _logged(self) -> list[dict[str, float]]:
-        return json.loads(self.history_path.read_text()) if self.history_path.exists() else []
+        return read_history(self.history_path)
 
     def window_done(self, *, last: bool) -> None:
         """Count a window, save a checkpoint if one is due, and beside it the figures so far."""
         self.trainer.windows_done += 1
         if self.trainer.save(last=last) and distributed.this_rank() == 0:
-            with atomic_path(self.history_path) as path:
-                path.write_text(json.dumps(self.history))
+            write_json(self.history_path, self.history)
 
     @property
     def history_path(self) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,12 +25,13 @@ from routepack import distributed, minibatches
 from routepack.calibration import Forecaster
 from routepack.errors import PlanError, RankLostError, RoutePackError, TraceError
 from routepack.integrations.torchtitan import huggingface, initialization, moves, overrides
+from routepack.integrations.torchtitan.guard import StepGuard, counted
 from routepack.integrations.torchtitan.losses import TokenLoss
 from routepack.integrations.torchtitan.model import TrainedModel, check_names, checked, moe_layer_ids, num_experts_of
 from routepack.integrations.torchtitan.observer import StepObserver, TokenMeans
 from routepack.integrations.torchtitan.replayed import ReplayedMicrobatch
 from routepack.integrations.torchtitan.settings import StepMetrics, TrainerSettings, config_fields, start_alone
-from routepack.integrations.torchtitan.window import Window, by_token, cut, own_batch, trained_tokens
+from routepack.integrations.torchtitan.window import Window, by_token, check_tokens, cut, own_batch, trained_tokens
 from routepack.materialize import Microbatch
 from routepack.planned import ExpertPlacement, Plan
 from routepack.recorded import RolloutBatch
@@ -75,7 +76,7 @@ class RoutePackTrainer(Trainer):
         self.placement = ExpertPlacement.identity(len(self.moe_layer_ids), num_experts_of(config.model_spec))
         self._microbatch: ReplayedMicrobatch | None = None
         self._loss: TokenLoss | None = None
-        self._means = TokenMeans()
+        self._means, self._guard = TokenMeans(), StepGuard()
         self.last_move = moves.MoveFigures()
         self.staging = moves.StagingMemory(limit_bytes=config.staging_bytes)
         self.windows_done = 0
@@ -160,7 +161,7 @@ class RoutePackTrainer(Trainer):
         As :meth:`update`, with every step's loss divided by the tokens that its own microbatches train. ConfigError where the
         plan's microbatches cannot be dealt equally, TraceError where a group trains no token.
         """
-        microbatches = self._agreed_microbatches(batch, plan, f"update of {num_minibatches} minibatches")
+        microbatches = self._agreed_microbatches(batch, plan, f"update of {num_minibatches} minibatches", loss.needs)
         groups = minibatches.split(plan, num_minibatches)
         trained = [trained_tokens(batch, plan, group) for group in groups]
         moved: dict[str, float] = {"experts_moved": self.move_experts(plan.placement), "move_ms": 1e3 * self.last_move.seconds}
@@ -176,14 +177,13 @@ class RoutePackTrainer(Trainer):
         return steps
 
     def _step(self, microbatches: list[Microbatch], loss: TokenLoss, num_trained: int) -> dict[str, float]:
-        self._loss, self._means = loss, TokenMeans()
+        self._loss, self._means, self._guard = loss, TokenMeans(), StepGuard(self.step + 1)
         self.gradient_accumulation_steps = self._microbatches_left = len(microbatches)
-        self.step += 1
-        self.gc_handler.run(self.step)
+        self.gc_handler.run(self.step + 1)
         learning_rate = self.learning_rate
         self.observer.start()
         started = time.perf_counter()
-        with distributed.together(f"step {self.step} was trained"):
+        with counted(self), distributed.together(f"step {self.step} was trained"):
             self.train_step(map(self._input, microbatches))
         self._step_seconds = time.perf_counter() - started
         counts: dict[str, float] = {"trained_tokens": num_trained, "num_microbatches": len(microbatches)}
@@ -361,6 +361,7 @@ class RoutePackTrainer(Trainer):
         self._means.add(token_loss.metrics(logprobs_n.detach(), microbatch.fields), microbatch.loss_mask_n)
         self.observer.add(self.model, microbatch)
         overrides.set_replay(self.model, None)
+        self._guard.after_backward(loss, self.model, last=not self._microbatches_left)
         return loss
 
     def _defer_until_last(self) -> None:
@@ -396,10 +397,11 @@ class RoutePackTrainer(Trainer):
         labels = torch.where(replayed.loss_mask_n.bool(), replayed.targets_n, IGNORE_INDEX)
         return inputs, labels[None]
 
-    def _agreed_microbatches(self, batch: Window, plan: Plan, call: str) -> list[Microbatch]:
+    def _agreed_microbatches(self, batch: Window, plan: Plan, call: str, needs: Sequence[str] = ()) -> list[Microbatch]:
         microbatches, error = [], None
         try:
             self._check_plan(own_batch(batch), plan)
+            check_tokens(batch, self.config.model_spec, needs)
             microbatches = cut(batch, plan, self._data_parallel_rank(), pad_to_multiple_of=self.pad_to_multiple_of)
         except RoutePackError as caught:
             error = caught
@@ -419,9 +421,6 @@ class RoutePackTrainer(Trainer):
             raise error
         if batch.layer_ids_L.tolist() != self.moe_layer_ids:
             raise TraceError(f"the batch recorded layers {batch.layer_ids_L.tolist()}; the model's are {self.moe_layer_ids}.")
-        longest, limit = int(batch.num_tokens_S.max()), self.config.training.seq_len
-        if longest > limit + 1:
-            raise TraceError(f"a sequence has {longest} tokens; model.max_seq_len={limit} feeds in at most {limit}: raise it.")
 
     def _placement_error(self, placement: ExpertPlacement) -> PlanError | None:
         placed, own = placement.physical_to_logical_LP.shape, self.placement.physical_to_logical_LP.shape

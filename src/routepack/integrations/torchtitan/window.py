@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torchtitan.protocols.model_spec import ModelSpec
 
 from routepack import distributed, materialize, minibatches, sequence_exchange
 from routepack.integrations.torchtitan.replayed import num_trained_tokens
+from routepack.integrations.torchtitan.trainable import TokenCheck
 from routepack.materialize import Microbatch
 from routepack.sequence_exchange import HeldSequences
 from routepack.types import Plan, RolloutBatch
@@ -20,6 +22,14 @@ Window = RolloutBatch | HeldSequences
 def own_batch(window: Window) -> RolloutBatch:
     """The sequences that this rank has."""
     return window.batch if isinstance(window, HeldSequences) else window
+
+
+def check_tokens(window: Window, spec: ModelSpec | None, needs: Sequence[str]) -> None:
+    """Raise TraceError where this rank's part of a window has tokens that the model or the loss, which *needs* fields, cannot
+    take."""
+    assert spec is not None
+    numbers_S = window.sequences_S if isinstance(window, HeldSequences) else None
+    TokenCheck(spec=spec, needs=needs).check(own_batch(window), numbers_S)
 
 
 def cut(window: Window, plan: Plan, rank: int, *, pad_to_multiple_of: int) -> list[Microbatch]:
