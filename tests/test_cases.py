@@ -51,7 +51,8 @@ def sequences_of_ranks(plan):
 
 
 def test_verl_7075_zero_filler_of_the_last_token_credits_no_expert():
-    ids = np.random.default_rng(0).integers(1, 8, (12, 2, 2)).astype(np.uint8)
+    # Two different experts a token, never expert 0.
+    ids = 1 + np.random.default_rng(0).random((12, 2, 7)).argsort(axis=-1)[..., :2].astype(np.uint8)
     valid_T = np.arange(12) % 4 != 3
     ids[~valid_T] = 0
     batch = RolloutBatch(
