@@ -29,13 +29,16 @@ SET_ELSEWHERE = {
     "data_parallel_shard_degree": "topology.data_parallel_degree",
     "data_parallel_replicate_degree": "topology.data_parallel_degree",
     "expert_parallel_degree": "topology.expert_parallel_degree",
-    "learning_rate": "warmup.learning_rate and rl.learning_rate",
-    "warmup_steps": "warmup.num_steps",
-    "num_steps": "rl.num_steps",
     "seed": "seed",
     "dump_folder": "out",
 }
-"""Fields of TrainerSettings that follow from other sections, and from which."""
+"""Fields of TrainerSettings that follow from other sections in every training config, and from which."""
+RL_SET_ELSEWHERE = SET_ELSEWHERE | {
+    "learning_rate": "warmup.learning_rate and rl.learning_rate",
+    "warmup_steps": "warmup.num_steps",
+    "num_steps": "rl.num_steps",
+}
+"""As SET_ELSEWHERE, where a run samples its own windows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +205,7 @@ def build_experiment(config: DictConfig) -> RLExperiment:
     """
     check_keys(config, (*TRAIN_KEYS, *RL_SECTIONS), what="a training config")
     experiment = RLExperiment(
-        **common_parts(config, default_model=TinyQwen3MoE, default_loss=GRPOTokenLoss, set_elsewhere=SET_ELSEWHERE),
+        **common_parts(config, default_model=TinyQwen3MoE, default_loss=GRPOTokenLoss, set_elsewhere=RL_SET_ELSEWHERE),
         task=build(config, "task", base=Task, default=CountingTask),
         rollout=build(config, "rollout", base=RolloutSettings),
         warmup=build(config, "warmup", base=WarmupSettings),

@@ -68,6 +68,11 @@ def _adapter(config: Trainer.Config) -> Any:
     return spec.state_dict_adapter(spec.model, None) if spec.state_dict_adapter else None
 
 
+def _check_adapter(adapter: Any) -> None:
+    if adapter is None:
+        raise ConfigError("this model has no state_dict_adapter, so its weights have no names in Hugging Face's format.")
+
+
 def write(folder: Path, state: Mapping[str, Any], adapter: Any, logical_of_parameter: Mapping[str, np.ndarray]) -> None:
     """Write a model's state into *folder* as safetensors files with an index. Collective; rank 0 writes.
 
@@ -79,8 +84,7 @@ def write(folder: Path, state: Mapping[str, Any], adapter: Any, logical_of_param
     Raises:
         ConfigError: the model has no adapter.
     """
-    if adapter is None:
-        raise ConfigError("this model has no state_dict_adapter, so its weights have no names in Hugging Face's format.")
+    _check_adapter(adapter)
     writer = _Writer(folder)
     for name, full in _full_tensors(state, logical_of_parameter):
         if distributed.this_rank() == 0:
@@ -149,8 +153,7 @@ def read(folder: Path, state: Mapping[str, Any], adapter: Any, logical_of_parame
         CheckpointError: files that cannot be read, names or shapes that are not this model's. Nothing was changed then, unless
             a file broke off in the middle.
     """
-    if adapter is None:
-        raise ConfigError("this model has no state_dict_adapter, so its weights have no names in Hugging Face's format.")
+    _check_adapter(adapter)
     with _Files(folder) as files:
         names = {name: _names(adapter, name, value) for name, value in state.items()}
         files.check({one: shape for parts in names.values() for one, shape in parts.items()})

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import numpy as np
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from torchtitan.protocols.model_spec import ModelSpec
 
 from routepack.background import MIN_READY_SECONDS
 from routepack.checks import real, whole
 from routepack.config import build, check_keys
 from routepack.errors import ConfigError, TraceError
 from routepack.integrations.torchtitan.experiment import (
+    SET_ELSEWHERE,
     TRAIN_KEYS,
     Experiment,
     check_minibatches,
@@ -31,15 +33,8 @@ from routepack.integrations.torchtitan.trainable import TokenCheck
 from routepack.trace import load_trace, trace_header
 from routepack.types import RolloutBatch
 
-SET_ELSEWHERE = {
-    "data_parallel_shard_degree": "topology.data_parallel_degree",
-    "data_parallel_replicate_degree": "topology.data_parallel_degree",
-    "expert_parallel_degree": "topology.expert_parallel_degree",
-    "num_steps": "windows",
-    "seed": "seed",
-    "dump_folder": "out",
-}
-"""Fields of TrainerSettings that follow from other sections, and from which."""
+TRACE_SET_ELSEWHERE = SET_ELSEWHERE | {"num_steps": "windows"}
+"""As SET_ELSEWHERE, where windows are recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,17 +69,18 @@ class TraceExperiment(Experiment):
 
     def check_ready(self) -> None:
         """Raise unless windows are named and fit the model, and what else a run needs is there."""
+        spec = self.model.model_spec()
         for path in self.windows():
-            self.check_sequences(path)
+            self.check_sequences(path, spec)
         super().check_ready()
 
-    def check_sequences(self, path: Path) -> None:
+    def check_sequences(self, path: Path, spec: ModelSpec) -> None:
         """Raise TraceError where a window lacks a field, or a sequence is too long. No token or route is read."""
         limit = self.planner.packer.max_tokens
         for file in files_of(path):
             batch = load_trace(file)
             complete(file, batch, self.loss, self.update)
-            TokenCheck(spec=self.model.model_spec(), window=str(file)).check_lengths(batch, np.arange(batch.num_sequences))
+            TokenCheck(spec=spec, window=str(file)).check_lengths(batch, np.arange(batch.num_sequences))
             if (longest := int(batch.num_tokens_S.max(initial=0))) > limit:
                 s = int(batch.num_tokens_S.argmax())
                 raise TraceError(
@@ -100,8 +96,9 @@ class TraceExperiment(Experiment):
         if not self.patterns:
             raise ConfigError("windows is not set: name trace files, folders or globs, as in windows='rollouts/*.safetensors'.")
         found = [Path(path) for pattern in self.patterns for path in _found(pattern)]
+        spec = self.model.model_spec()
         for path in found:
-            check_routing(path, self.model)
+            check_routing(path, spec)
         return found
 
 
@@ -112,7 +109,9 @@ def build_trace_experiment(config: DictConfig) -> TraceExperiment:
     """
     check_keys(config, (*TRAIN_KEYS, "update", "windows"), what="a config that trains on recorded windows")
     experiment = TraceExperiment(
-        **common_parts(config, default_model=None, default_loss=GRPOTokenLoss, set_elsewhere=SET_ELSEWHERE),
+        **common_parts(
+            config, default_model=None, default_loss=GRPOTokenLoss, set_elsewhere=SET_ELSEWHERE | {"num_steps": "windows"}
+        ),
         update=build(config, "update", base=UpdateSettings),
         patterns=_patterns(config),
     )
@@ -145,9 +144,8 @@ def files_of(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
 
 
-def check_routing(path: Path, model: TrainedModel) -> None:
+def check_routing(path: Path, spec: ModelSpec) -> None:
     """Raise TraceError unless the window at *path* has this model's MoE layers, experts and top-k. Reads headers alone."""
-    spec = model.model_spec()
     layers = moe_layer_ids(spec)
     for file in files_of(path):
         header = trace_header(file)
