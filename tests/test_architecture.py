@@ -11,7 +11,7 @@ import routepack
 
 ROOT = Path(routepack.__file__).parent
 LEVELS = [
-    {"errors", "checks", "files", "arrays"},
+    {"errors", "checks", "files", "arrays", "cores"},
     {"recorded", "planned", "types"},
     {"config", "communication", "cost", "steps", "calibration", "flops", "bounds", "trace", "solvers", "formats"},
     {"components"},

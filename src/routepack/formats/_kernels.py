@@ -7,8 +7,8 @@ import functools
 import numpy as np
 from numba import njit, types
 
+from routepack.cores import on_all_cores
 from routepack.formats.convention import COUNTS_UP, REPEATS, Reason
-from routepack.formats.cores import on_all_cores
 
 PIECE = 1 << 18
 """Ids judged at once: with fewer another thread costs more than it saves."""

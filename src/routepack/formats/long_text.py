@@ -7,7 +7,7 @@ import ctypes
 
 import numpy as np
 
-from routepack.formats.cores import on_all_cores
+from routepack.cores import on_all_cores
 
 LONG_TEXT = 1 << 16
 """Characters from which on this is worth it."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numba import njit
+
+from routepack.cores import num_cores
 
 NO_MASK = np.empty(0, dtype=np.bool_)
 MIN_ROWS = 1024
@@ -34,7 +35,7 @@ def count_experts(
     tokens_SLE = np.zeros((len(rows_S), layers, num_experts), dtype=dtype)
     ids_TJ = np.ascontiguousarray(routed_experts_TLK).reshape(rows, layers * top_k)
     valid_T = NO_MASK if valid_T is None else np.ascontiguousarray(valid_T)
-    threads = num_threads or len(os.sched_getaffinity(0))
+    threads = num_threads or num_cores()
     edges = _balanced_edges(cu_seqlens, 4 * threads if threads > 1 else 1)
 
     kernel = _count_bytes if ids_TJ.dtype == np.uint8 and num_experts <= 256 else _count_checked
@@ -59,7 +60,7 @@ def find_repeated(
         return -1
     ids_TJ = np.ascontiguousarray(routed_experts_TLK).reshape(rows, layers * top_k)
     valid_T = NO_MASK if valid_T is None else np.ascontiguousarray(valid_T)
-    threads = num_threads or len(os.sched_getaffinity(0))
+    threads = num_threads or num_cores()
     blocks = 4 * threads if threads > 1 and rows >= MIN_ROWS else 1
     edges = [rows * block // blocks for block in range(blocks + 1)]
 

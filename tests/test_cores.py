@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from routepack.formats import cores
-from routepack.formats.cores import on_all_cores
+from routepack import cores
+from routepack.cores import on_all_cores
 
 
 @pytest.mark.parametrize("num_pieces", [0, 1, 2, 7, 1000])
