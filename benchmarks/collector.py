@@ -1,4 +1,4 @@
-"""How fast recorded ids are counted, beside numpy.bincount and the bandwidth of a plain copy.
+"""How fast recorded ids are counted, beside numpy.bincount and the bandwidth of a plain copy; "collect" also checks them.
 
     python benchmarks/collector.py [--ids 100_000_000]
 
@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from routepack import RolloutBatch
+from routepack import RolloutBatch, RoutingDemandCollector
 from routepack.solvers.histogram import count_experts
 
 SHAPES = [  # dtype, experts, layers, top-k
@@ -36,7 +36,9 @@ def recorded(dtype, experts, layers, top_k, ids):
     rng = np.random.default_rng(0)
     popularity = rng.lognormal(0, 0.85, experts)
     rows = ids // (layers * top_k)
-    drawn = rng.choice(experts, size=(rows, layers, top_k), p=popularity / popularity.sum()).astype(dtype)
+    # Different experts in a row, the popular ones more often (Gumbel top-k); some thousand rows, repeated at random.
+    keys = np.log(popularity) + rng.gumbel(size=(4096, layers, experts))
+    drawn = np.argpartition(-keys, top_k, axis=2)[:, :, :top_k].astype(dtype)[rng.integers(0, 4096, rows)]
     cuts = np.unique(np.concatenate([[0, rows], rng.integers(0, rows, max(rows // 2000, 1))]))
     return RolloutBatch(routed_experts_TLK=drawn, cu_seqlens=cuts, num_tokens_S=np.diff(cuts) + 1, num_experts=experts)
 
@@ -48,8 +50,8 @@ def main():
     print(
         f"{ids:,} ids, {len(os.sched_getaffinity(0))} cores, numpy {np.__version__}; ids/s, and the share of a copy's bandwidth"
     )
-    row = "{:>6} {:>4} {:>9} {:>9} {:>9} {:>10} {:>10} {:>8}".format
-    print(row("dtype", "E", "1 thread", "all cores", "bincount", "x bincount", "copy GB/s", "of copy"))
+    row = "{:>6} {:>4} {:>9} {:>9} {:>9} {:>9} {:>10} {:>10} {:>8}".format
+    print(row("dtype", "E", "1 thread", "all cores", "collect", "bincount", "x bincount", "copy GB/s", "of copy"))
     for dtype, experts, layers, top_k in SHAPES:
         batch = recorded(dtype, experts, layers, top_k, ids)
         flat = batch.routed_experts_TLK.reshape(-1)
@@ -61,10 +63,11 @@ def main():
         assert bad < 0
         assert (tokens_SLE.sum((0, 1), dtype=np.int64) == np.bincount(flat, minlength=experts)).all()
         one, every = best_seconds(count(1)), best_seconds(count(None))
+        whole = best_seconds(lambda batch=batch: RoutingDemandCollector().collect(batch))
         baseline = best_seconds(lambda flat=flat, experts=experts: np.bincount(flat, minlength=experts), 2)
         target = np.empty_like(flat)
         copy = best_seconds(lambda flat=flat, target=target: np.copyto(target, flat))
-        rates = [f"{flat.size / seconds:.2e}" for seconds in (one, every, baseline)]
+        rates = [f"{flat.size / seconds:.2e}" for seconds in (one, every, whole, baseline)]
         bandwidth = f"{flat.nbytes / copy / 1e9:.1f}"
         print(row(np.dtype(dtype).name, experts, *rates, f"{baseline / every:.1f}", bandwidth, f"{copy / every:.0%}"))
 

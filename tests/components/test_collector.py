@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from routepack.components.collector import RoutingDemandCollector
 from routepack.errors import ConfigError, TraceError
+from routepack.solvers.histogram import find_repeated
 from routepack.types import RolloutBatch
 
 
@@ -101,6 +102,40 @@ def test_an_expert_twice_in_one_row_names_its_place(dtype):
         RoutingDemandCollector().collect(batch)
     masked = batch_of(ids, [3, 2], num_experts=8, valid_T=[True] * 4 + [False])
     assert RoutingDemandCollector().collect(masked).num_masked_rows == 1
+
+
+@st.composite
+def rows_with_repeats(draw):
+    top_k = draw(st.sampled_from([1, 2, 3, 8, 16, 17, 20]))
+    rows, layers = draw(st.sampled_from([1, 5, 1500])), draw(st.integers(1, 3))
+    dtype = draw(st.sampled_from([np.uint8, np.int16, np.uint16, np.int32, np.int64]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    ids_TLK = rng.permuted(np.tile(np.arange(20, dtype=dtype), (rows, layers, 1)), axis=-1)[..., :top_k]
+    if top_k > 1:
+        for _ in range(draw(st.integers(0, 3))):
+            t, layer = rng.integers(rows), rng.integers(layers)
+            one, other = rng.choice(top_k, 2, replace=False)
+            ids_TLK[t, layer, one] = ids_TLK[t, layer, other]
+    valid_T = draw(st.sampled_from([None, rng.random(rows) < 0.7]))
+    return np.ascontiguousarray(ids_TLK), valid_T
+
+
+@given(rows_with_repeats(), st.sampled_from([1, 2]))
+def test_the_first_repeated_id_is_found_and_no_other(case, threads):
+    ids_TLK, valid_T = case
+    # Its row, layer and place, by comparing each id with those before it.
+    repeats = [
+        k > 0 and row[k] in row[:k].tolist()
+        for t, layers in enumerate(ids_TLK)
+        for row in layers
+        for k in range(len(row))
+        if valid_T is None or valid_T[t]
+    ]
+    kept = np.arange(len(ids_TLK)) if valid_T is None else np.flatnonzero(valid_T)
+    width = ids_TLK.shape[1] * ids_TLK.shape[2]
+    first = repeats.index(True) if True in repeats else -1
+    expected = -1 if first < 0 else int(kept[first // width]) * width + first % width
+    assert find_repeated(ids_TLK, 20, valid_T, threads) == expected
 
 
 def test_more_experts_than_bytes_can_name_are_counted_all_the_same():

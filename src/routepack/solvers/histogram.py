@@ -14,6 +14,9 @@ NO_MASK = np.empty(0, dtype=np.bool_)
 MIN_ROWS = 1024
 """Rows from which on several threads look for repeated ids."""
 
+MAX_COMPARED = 16
+"""Up to this top-k, comparing all pairs of a row's ids is the faster way to see that none repeats."""
+
 
 def count_experts(
     routed_experts_TLK: np.ndarray,
@@ -63,9 +66,14 @@ def find_repeated(
     threads = num_threads or num_cores()
     blocks = 4 * threads if threads > 1 and rows >= MIN_ROWS else 1
     edges = [rows * block // blocks for block in range(blocks + 1)]
+    # same_layer_DJ[d, j]: ids j and j + d + 1 of a row belong to one layer.
+    same_layer_DJ = np.arange(layers * top_k) % top_k + np.arange(1, top_k)[:, None] < top_k
 
     def find(block: int) -> int:
-        return _find_repeated(ids_TJ, layers, num_experts, valid_T, edges[block], edges[block + 1])
+        first, end = edges[block], edges[block + 1]
+        if top_k <= MAX_COMPARED and not _any_repeated(ids_TJ, same_layer_DJ, valid_T, first, end):
+            return -1
+        return _find_repeated(ids_TJ, layers, num_experts, valid_T, first, end)
 
     return _first(find, blocks, threads)
 
@@ -133,6 +141,25 @@ def _count_bytes(ids_TJ, cu_seqlens, valid_T, tokens_SLE):  # pragma: no cover -
             return _count_checked(ids_TJ, cu_seqlens[s:], valid_T, tokens_SLE[s:])
         tokens_SLE[s] = counts_LV[:, :experts]
     return -1
+
+
+@njit(nogil=True, cache=True)
+def _any_repeated(ids_TJ, same_layer_DJ, valid_T, first, end):  # pragma: no cover - compiled
+    """Whether a row repeats an id in a layer: rows compared with themselves, shifted, in the machine's vectors.
+
+    Equal ids of different layers are noted as well and left out at the end, which keeps masks out of the loop.
+    """
+    shifts, width = same_layer_DJ.shape
+    equal_DJ = np.zeros((shifts, width), dtype=np.bool_)
+    for t in range(first, end):
+        if valid_T.size and not valid_T[t]:
+            continue
+        row = ids_TJ[t]
+        for d in range(shifts):
+            equal_J, later = equal_DJ[d], row[d + 1 :]
+            for j in range(later.size):
+                equal_J[j] |= row[j] == later[j]
+    return (equal_DJ & same_layer_DJ).any()
 
 
 @njit(nogil=True, cache=True)
