@@ -3,9 +3,9 @@
     python benchmarks/step.py --ranks 2 --json runs/step-2.json
     python benchmarks/step.py --ranks 4 --json runs/step-4.json
 
-Arms, each the one before and one thing more: `baseline` (experts where they are, first-fit packing), `reroute` (placed by
-the window's loads), `pack` (and packed), `joint` (placement and packing searched together), and `balanced`: the same
-sequences with force-balanced routing, packed: the ideal. All train the same windows with the same code: FSDP2, expert
+Arms: `baseline` (experts where they are, first-fit packing), `reroute` (experts placed, packing as before), `pack` (placed by
+the window's loads, then packed), `joint` (placement and packing searched together), and `balanced`: the same sequences with
+force-balanced routing, packed: the ideal. All train the same windows with the same code: FSDP2, expert
 parallelism, replay. Timed is the optimizer step: every microbatch's forward and backward pass and AdamW; planning and moves
 are measured apart. Before, steps of other windows warm up and calibrate a cost model, which the plans are made with and
 which predicts the gains.
@@ -151,7 +151,7 @@ class Bench:
         self.kept.append(rp.ExpertRerouter().place(demand.tokens_LE, self.topology).physical_to_logical_LP)
         return {
             "baseline": self.placed(batch, rp.IdentityRerouter(), rp.FirstFitPacker),
-            "reroute": self.placed(batch, self.Kept(), rp.FirstFitPacker),
+            "reroute": self.placed(batch, rp.ExpertRerouter(), rp.FirstFitPacker),
             "pack": self.placed(batch, self.Kept(), rp.AttentionAwarePacker),
             "joint": self.placed(batch, rp.ExpertRerouter(), rp.AttentionAwarePacker),
             "balanced": self.placed(balanced(batch), rp.IdentityRerouter(), rp.AttentionAwarePacker),

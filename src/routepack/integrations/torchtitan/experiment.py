@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 from torchtitan.models.common.decoder import Decoder
@@ -87,15 +87,34 @@ class WarmupSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLSettings:
-    """The reinforcement learning itself."""
+class WindowUpdates:
+    """How often a window is trained, and when its plan has to be there."""
 
-    num_steps: int = 30
-    """Windows: rollouts, a plan, and updates on it."""
+    section: ClassVar[str]
+    """Of the config."""
+
     updates_per_window: int = 1
     """Passes over each window, all with its one plan; the clip matters from the second optimizer step on."""
     minibatches_per_window: int = 1
     """Optimizer steps of a pass, each on an equal part of the plan's microbatches; divides packer.microbatch_multiple."""
+    plan_ready_seconds: float | None = None
+    """Have the plan so many seconds after a window's last rollout, or after it was read, whatever the planner's own budget; the
+    same seed then no longer gives the same run."""
+
+    def __post_init__(self) -> None:
+        _check_wholes(self.section, self, updates_per_window=1, minibatches_per_window=1)
+        if self.plan_ready_seconds is not None:
+            real(f"{self.section}.plan_ready_seconds", self.plan_ready_seconds, least=MIN_READY_SECONDS, most=86_400.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLSettings(WindowUpdates):
+    """The reinforcement learning itself."""
+
+    section: ClassVar[str] = "rl"
+
+    num_steps: int = 30
+    """Windows: rollouts, a plan, and updates on it."""
     learning_rate: float = 1e-3
     """Constant, after three steps of rising to it."""
     advantage_epsilon: float = 1e-4
@@ -104,16 +123,12 @@ class RLSettings:
     """Windows that sampling is ahead of training. 0: each is sampled from the weights that it then trains. 1: the next is
     sampled before this one's update and planned during it, so that it trains weights one step younger (one-step off-policy);
     ratios are then taken to the sampler's recorded log-probabilities."""
-    plan_ready_seconds: float | None = None
-    """Have the plan so many seconds after a window's last rollout, whatever the planner's own budget; the same seed then no
-    longer gives the same run."""
 
     def __post_init__(self) -> None:
-        _check_wholes("rl", self, num_steps=0, updates_per_window=1, minibatches_per_window=1)
+        super().__post_init__()
+        _check_wholes("rl", self, num_steps=0)
         _check_reals("rl", self, "learning_rate", "advantage_epsilon")
         whole("rl.async_level", self.async_level, least=0, most=1)
-        if self.plan_ready_seconds is not None:
-            real("rl.plan_ready_seconds", self.plan_ready_seconds, least=MIN_READY_SECONDS, most=86_400.0)
 
     def rate_at(self, step: int) -> float:
         """The learning rate of RL step *step*, counted from 0."""

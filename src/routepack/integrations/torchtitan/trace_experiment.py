@@ -10,19 +10,19 @@ import glob
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torchtitan.protocols.model_spec import ModelSpec
 
-from routepack.background import MIN_READY_SECONDS
-from routepack.checks import real, whole
 from routepack.config import build, check_keys
 from routepack.errors import ConfigError, TraceError
 from routepack.integrations.torchtitan.experiment import (
     SET_ELSEWHERE,
     TRAIN_KEYS,
     Experiment,
+    WindowUpdates,
     check_minibatches,
     check_model,
     common_parts,
@@ -38,25 +38,14 @@ TRACE_SET_ELSEWHERE = SET_ELSEWHERE | {"num_steps": "windows"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateSettings:
+class UpdateSettings(WindowUpdates):
     """What is done with each window. Learning rate and its warm-up belong to the trainer section."""
 
-    updates_per_window: int = 1
-    """Passes over each window, all with its one plan."""
-    minibatches_per_window: int = 1
-    """Optimizer steps of a pass, each on an equal part of the plan's microbatches; divides packer.microbatch_multiple."""
+    section: ClassVar[str] = "update"
+
     recompute_logprobs: bool = False
     """Where the loss reads ``logprobs_old``: compute them under the window's plan and replay, by the weights that it finds.
     Else they are the trace's ``logprobs_old`` or, without it, its ``logprobs``: those of the policy that sampled."""
-    plan_ready_seconds: float | None = None
-    """Have a plan so many seconds after its window was read, whatever the planner's own budget; the same seed then no longer
-    gives the same run."""
-
-    def __post_init__(self) -> None:
-        for name in ("updates_per_window", "minibatches_per_window"):
-            whole(f"update.{name}", getattr(self, name), least=1)
-        if self.plan_ready_seconds is not None:
-            real("update.plan_ready_seconds", self.plan_ready_seconds, least=MIN_READY_SECONDS, most=86_400.0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,9 +98,7 @@ def build_trace_experiment(config: DictConfig) -> TraceExperiment:
     """
     check_keys(config, (*TRAIN_KEYS, "update", "windows"), what="a config that trains on recorded windows")
     experiment = TraceExperiment(
-        **common_parts(
-            config, default_model=None, default_loss=GRPOTokenLoss, set_elsewhere=SET_ELSEWHERE | {"num_steps": "windows"}
-        ),
+        **common_parts(config, default_model=None, default_loss=GRPOTokenLoss, set_elsewhere=TRACE_SET_ELSEWHERE),
         update=build(config, "update", base=UpdateSettings),
         patterns=_patterns(config),
     )
