@@ -126,7 +126,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Results:
         trains_with(TRITON, 1, "first_fit"),
         trains_with(RECOMPUTING, 1, "first_fit"),
         trains_with("checks.ScorelessExperts", 1, "first_fit"),
-        trains_with("checks.InterpretedExperts", 1, "first_fit", num_steps=2),
     ]
     return launch(checks, 1, tmp_path_factory.mktemp("alone"))
 
@@ -198,6 +197,13 @@ def quad(tmp_path_factory: pytest.TempPathFactory) -> Results:
     both = [trains(ep, plans) for ep in (2, 4) for plans in ("first_fit", "planner")]
     checks = [*both, ("moves", "moves_experts", {"ep": 2})]
     return launch(checks, 4, tmp_path_factory.mktemp("quad"))
+
+
+@pytest.fixture(scope="session")
+def slow_alone(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """One rank whose kernels are interpreted."""
+    checks = [trains_with(experts, 1, "first_fit", num_steps=2) for experts in (TRITON, "checks.InterpretedExperts")]
+    return launch(checks, 1, tmp_path_factory.mktemp("slow_alone"))
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,9 @@ def test_recomputation_changes_no_bit(alone):
     assert np.array_equal(losses(alone, "trains RecomputingTritonExperts ep=1 first_fit"), kept)
 
 
-@pytest.mark.parametrize(("ranks", "run"), [("alone", "ep=1 first_fit"), ("pair", "ep=2 planner")])
+@pytest.mark.parametrize(
+    ("ranks", "run"), [pytest.param("slow_alone", "ep=1 first_fit", marks=pytest.mark.slow), ("pair", "ep=2 planner")]
+)
 def test_the_triton_path_gives_the_same_under_the_interpreter(request, ranks, run):
     results = request.getfixturevalue(ranks)
     interpreted = losses(results, f"trains InterpretedExperts {run}")
