@@ -5,10 +5,9 @@
 
 Arms: `baseline` (experts where they are, first-fit packing), `reroute` (experts placed, packing as before), `pack` (placed by
 the window's loads, then packed), `joint` (placement and packing searched together), and `balanced`: the same sequences with
-force-balanced routing, packed: the ideal. All train the same windows with the same code: FSDP2, expert
-parallelism, replay. Timed is the optimizer step: every microbatch's forward and backward pass and AdamW; planning and moves
-are measured apart. Before, steps of other windows warm up and calibrate a cost model, which the plans are made with and
-which predicts the gains.
+force-balanced routing, packed: the ideal. All train the same windows with the same code: FSDP2, expert parallelism, replay.
+Timed is the optimizer step: every microbatch's forward and backward pass and AdamW; planning and moves are measured apart.
+Before, steps of other windows warm up and calibrate a cost model, which the plans are made with and which predicts the gains.
 """
 
 import argparse

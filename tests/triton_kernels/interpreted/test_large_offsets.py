@@ -177,6 +177,7 @@ def outcome_without_cast(name, span, folder):
         os._exit(status)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cast", list(casts()))
 def test_every_cast_to_64_bits_is_needed_and_seen(cast, tmp_path):
     assert outcome_without_cast(*cast, tmp_path) != 0

@@ -227,7 +227,7 @@ def build_experiment(config: DictConfig) -> RLExperiment:
         rl=build(config, "rl", base=RLSettings),
     )
     check_model(experiment)
-    check_minibatches(experiment, "rl", experiment.rl.minibatches_per_window)
+    check_minibatches(experiment, experiment.rl)
     _check_fit(experiment)
     return experiment
 
@@ -303,13 +303,13 @@ def check_model(experiment: Experiment) -> None:
         experiment.memory().check(experiment.launch.device_memory_gib)
 
 
-def check_minibatches(experiment: Experiment, section: str, parts: int) -> None:
-    """Raise ConfigError where a plan's microbatches could not be dealt to *parts* optimizer steps."""
-    multiple = experiment.planner.packer.rules.microbatch_multiple
+def check_minibatches(experiment: Experiment, updates: WindowUpdates) -> None:
+    """Raise ConfigError where a plan's microbatches could not be dealt to the optimizer steps of a pass."""
+    parts, multiple = updates.minibatches_per_window, experiment.planner.packer.rules.microbatch_multiple
     if multiple % parts:
         raise ConfigError(
-            f"{section}.minibatches_per_window={parts} does not divide packer.microbatch_multiple={multiple}: set that to "
-            f"{parts}, so that every plan's microbatches can be dealt equally."
+            f"{updates.section}.minibatches_per_window={parts} does not divide packer.microbatch_multiple={multiple}: set that "
+            f"to {parts}, so that every plan's microbatches can be dealt equally."
         )
 
 

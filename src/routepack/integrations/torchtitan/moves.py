@@ -32,7 +32,7 @@ _OUTER_TO_INNER = ("ep", "efsdp", "fsdp", "dp_shard")
 STAGING_BYTES = 256 * 2**20
 """The most memory that a rank uses by default to receive rows."""
 CPU_STAGING_BYTES = 64 * 2**20
-"""On a CPU more than this is no faster: what arrives should be in the cache still when it is put in place."""
+"""On a CPU more than this is no faster."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -103,7 +103,7 @@ def build_trace_experiment(config: DictConfig) -> TraceExperiment:
         patterns=_patterns(config),
     )
     check_model(experiment)
-    check_minibatches(experiment, "update", experiment.update.minibatches_per_window)
+    check_minibatches(experiment, experiment.update)
     if experiment.patterns:
         experiment.windows()
     return experiment
