@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from routepack import RolloutBatch, RoutingDemandCollector
-from routepack.solvers.histogram import count_experts
+from routepack.solvers.expert_counts import count_experts
 
 SHAPES = [  # dtype, experts, layers, top-k
     (np.uint8, 128, 48, 8),

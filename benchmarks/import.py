@@ -18,8 +18,8 @@ from itertools import pairwise
 import numpy as np
 from measuring import described, machine, measured
 
-from routepack.formats import ModelRouting, stack_module
-from routepack.formats.payloads import encoded, envelope
+from routepack.traces.formats import ModelRouting, stack_module
+from routepack.traces.formats.payloads import encoded, envelope
 
 EXPERTS, LAYERS, TOP_K, ROWS = 128, 48, 8, 2000
 MODEL = ModelRouting(num_experts=EXPERTS, top_k=TOP_K, num_layers=LAYERS)

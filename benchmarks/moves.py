@@ -28,13 +28,13 @@ def rank_main(args):
     import torch
     import torch.distributed as dist
 
-    from routepack import distributed
-    from routepack.integrations.torchtitan import overrides
-    from routepack.integrations.torchtitan.model import TinyQwen3MoE
-    from routepack.integrations.torchtitan.moves import MoveFigures, StagingMemory, move_experts
-    from routepack.integrations.torchtitan.settings import TrainerSettings
-    from routepack.integrations.torchtitan.trainer import RoutePackTrainer
-    from routepack.types import ExpertPlacement
+    from routepack.core.plans import ExpertPlacement
+    from routepack.distributed import collectives
+    from routepack.torchtitan.model import overrides
+    from routepack.torchtitan.model.models import TinyQwen3MoE
+    from routepack.torchtitan.moves.expert_moves import MoveFigures, StagingMemory, move_experts
+    from routepack.torchtitan.trainer.settings import TrainerSettings
+    from routepack.torchtitan.trainer.trainer import RoutePackTrainer
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{args.join}", rank=rank, world_size=size)
@@ -82,7 +82,7 @@ def rank_main(args):
                 figures[name].append(seconds)
     if rank == 0:
         print(json.dumps({"bytes": per_rank * row_bytes, "seconds": figures}))
-    distributed.leave()
+    collectives.leave()
 
 
 def run(ranks, args):

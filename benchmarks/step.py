@@ -92,10 +92,10 @@ class Bench:
 
         import routepack as rp
         from routepack.components.rerouter import Rerouter
-        from routepack.integrations.torchtitan.losses import CrossEntropyTokenLoss
-        from routepack.integrations.torchtitan.model import TinyQwen3MoE
-        from routepack.integrations.torchtitan.settings import TrainerSettings
-        from routepack.integrations.torchtitan.trainer import RoutePackTrainer
+        from routepack.torchtitan.model.models import TinyQwen3MoE
+        from routepack.torchtitan.trainer.settings import TrainerSettings
+        from routepack.torchtitan.trainer.trainer import RoutePackTrainer
+        from routepack.training.losses import CrossEntropyTokenLoss
 
         class Kept(Rerouter):
             """A placement that is given."""
@@ -136,11 +136,12 @@ class Bench:
 
     def placed(self, batch, rerouter, packer, **rules):
         """The batch with rank 0's plan."""
-        from routepack import distributed
-        from routepack.steps import StepLoads
+        from routepack.cost.step_log import StepLoads
+
+        from routepack.distributed import collectives
 
         demand = self.rp.RoutingDemandCollector().collect(batch)
-        plan = distributed.broadcast_plan(self.planner(rerouter, packer, **rules).plan(demand) if self.rank == 0 else None)
+        plan = collectives.broadcast_plan(self.planner(rerouter, packer, **rules).plan(demand) if self.rank == 0 else None)
         return Placed(batch, plan, StepLoads.planned(plan, demand))
 
     def arms(self, batch):
@@ -171,9 +172,10 @@ class Bench:
 
     def calibrate(self):
         """Warm up on windows of other sizes and plans of every kind; take the rates and the sync that predict them best."""
-        from routepack.calibration import best_sync, calibrate
-        from routepack.errors import TraceError
-        from routepack.steps import StepRecord
+        from routepack.cost.calibration import best_sync, calibrate
+        from routepack.cost.step_log import StepRecord
+
+        from routepack.core.errors import TraceError
 
         records, rng = [], np.random.default_rng(0)
         for number in range(2 * self.args.calibrating):
@@ -318,7 +320,7 @@ def show(result):
 
 
 def rank(args):
-    from routepack import distributed
+    from routepack.distributed import collectives
 
     bench = Bench(args)
     records, fits = bench.calibrate()
@@ -332,7 +334,7 @@ def rank(args):
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(result, indent=1))
-    distributed.leave(0)
+    collectives.leave(0)
 
 
 if __name__ == "__main__":

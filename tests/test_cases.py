@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 
 from routepack.components.baselines import EPLBRerouter, KarmarkarKarpPacker, LPTRerouter
-from routepack.components.collector import RoutingDemandCollector
 from routepack.components.packer import AttentionAwarePacker, FirstFitPacker
 from routepack.components.rerouter import ExpertRerouter, IdentityRerouter
-from routepack.errors import ConfigError, InfeasibleError, TraceError
-from routepack.materialize import microbatches
-from routepack.planner import Planner
-from routepack.solvers.loads import rank_load
+from routepack.components.routing_demand_collector import RoutingDemandCollector
+from routepack.core.errors import ConfigError, InfeasibleError, TraceError
+from routepack.core.plans import Topology
+from routepack.core.rollouts import RolloutBatch, RoutingDemand
+from routepack.microbatches.materialize import microbatches
+from routepack.planning.planner import Planner
+from routepack.planning.verification import verify
+from routepack.solvers.rank_loads import rank_load
 from routepack.testing import synthetic_batch, synthetic_demand
-from routepack.types import RolloutBatch, RoutingDemand, Topology
-from routepack.verification import verify
 
 PACKERS = [AttentionAwarePacker, KarmarkarKarpPacker, FirstFitPacker]
 every_packer = pytest.mark.parametrize("kind", PACKERS, ids=lambda kind: kind.__name__)

@@ -6,14 +6,15 @@ formats/cases.py holds the same kinds for every stack's form; here each is met i
 import numpy as np
 import pytest
 
-from routepack import formats
-from routepack.components.collector import RoutingDemandCollector
-from routepack.errors import ConfigError, TraceError
-from routepack.formats import ImportOptions, ModelRouting
-from routepack.formats.payloads import encoded, envelope
-from routepack.layout import PADDING, lay_out, lay_out_routes, packed_layout, spread_routes, truncate
+from routepack.components.routing_demand_collector import RoutingDemandCollector
+from routepack.core.errors import ConfigError, TraceError
+from routepack.core.plans import ExpertPlacement
+from routepack.core.rollouts import RolloutBatch
+from routepack.microbatches.token_layout import PADDING, lay_out, lay_out_routes, packed_layout, spread_routes, truncate
 from routepack.testing import synthetic_batch
-from routepack.types import ExpertPlacement, RolloutBatch
+from routepack.traces import formats
+from routepack.traces.formats import ImportOptions, ModelRouting
+from routepack.traces.formats.payloads import encoded, envelope
 
 LENIENT = ImportOptions(policy="lenient", max_missing_share=1.0)
 

@@ -5,7 +5,7 @@ import pytest
 
 from routepack.components.packer import Packer
 from routepack.components.rerouter import Rerouter
-from routepack.errors import PlanError
+from routepack.core.errors import PlanError
 from routepack.testing import check_packer, check_rerouter, synthetic_batch, synthetic_demand
 
 

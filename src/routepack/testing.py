@@ -1,6 +1,6 @@
 """For tests, ours and those of whoever writes a packer or a rerouter: windows to plan, and invariants to hold.
 
-Letters: :mod:`routepack.types`.
+Letters: :mod:`routepack.core`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from routepack.checks import whole
 from routepack.components import modalities
 from routepack.components.packer import Packer, PackingProblem
 from routepack.components.rerouter import Rerouter
-from routepack.cost import WindowNormalizedCost, num_packed_groups
-from routepack.errors import InfeasibleError, PlanError
-from routepack.types import RolloutBatch, RoutingDemand, Topology
+from routepack.core.checks import whole
+from routepack.core.errors import InfeasibleError, PlanError
+from routepack.core.plans import Topology
+from routepack.core.rollouts import RolloutBatch, RoutingDemand
+from routepack.cost.models import WindowNormalizedCost, num_packed_groups
 
 
 def synthetic_batch(

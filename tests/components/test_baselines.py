@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routepack.cost.models import CostRates
 
 from routepack.components import baselines
 from routepack.components.baselines import (
@@ -13,10 +14,9 @@ from routepack.components.baselines import (
     UnequalKarmarkarKarpPacker,
 )
 from routepack.components.packer import PackingProblem
-from routepack.cost import CostRates
-from routepack.errors import ConfigError
+from routepack.core.errors import ConfigError
+from routepack.core.plans import Topology
 from routepack.testing import check_packer, check_rerouter
-from routepack.types import Topology
 
 PACKERS = [TokenLPTPacker, ModifiedFirstFitPacker, KarmarkarKarpPacker, UnequalKarmarkarKarpPacker]
 

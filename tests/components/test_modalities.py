@@ -8,17 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routepack.components import baselines
-from routepack.components.collector import RoutingDemandCollector
 from routepack.components.modalities import Part, aligned, stacked
 from routepack.components.packer import AttentionAwarePacker, FirstFitPacker
-from routepack.components.population import PopulationPacker
-from routepack.errors import InfeasibleError, PlanError, TraceError
-from routepack.materialize import microbatches
-from routepack.planner import Planner
+from routepack.components.population_packer import PopulationPacker
+from routepack.components.routing_demand_collector import RoutingDemandCollector
+from routepack.core.errors import InfeasibleError, PlanError, TraceError
+from routepack.core.plans import SYNCS, PackingRules, Topology
+from routepack.core.rollouts import RoutingDemand
+from routepack.microbatches.materialize import microbatches
+from routepack.planning.planner import Planner
+from routepack.planning.verification import verify
 from routepack.testing import check_packer, synthetic_batch, synthetic_demand
-from routepack.trace import concatenate, load_demand, load_trace, save_demand, save_trace
-from routepack.types import SYNCS, PackingRules, RoutingDemand, Topology
-from routepack.verification import verify
+from routepack.traces.trace_files import concatenate, load_demand, load_trace, save_demand, save_trace
 
 PACKERS = [*baselines.PACKERS, AttentionAwarePacker, PopulationPacker]
 every_packer = pytest.mark.parametrize("kind", PACKERS, ids=lambda kind: kind.__name__)

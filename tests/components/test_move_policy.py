@@ -5,19 +5,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routepack.cost.links import WindowNormalizedLinks
+from routepack.cost.models import CostModel, WindowNormalizedCost, evaluate
 
-from routepack.communication import WindowNormalizedLinks
-from routepack.components.hierarchical import HierarchicalRerouter
+from routepack.components.hierarchical_rerouter import HierarchicalRerouter
 from routepack.components.move_policy import AlwaysMove, MoveChoice, MoveIfItPays, MovePolicy, moved_between
 from routepack.components.packer import AttentionAwarePacker
 from routepack.components.rerouter import ExpertRerouter, IdentityRerouter
-from routepack.cost import CostModel, WindowNormalizedCost, evaluate
-from routepack.errors import ConfigError, PlanError
-from routepack.planner import Planner
-from routepack.solvers.loads import rank_load
+from routepack.core.errors import ConfigError, PlanError
+from routepack.core.plans import SYNCS, ExpertPlacement, Packing, Topology
+from routepack.planning.planner import Planner
+from routepack.planning.verification import verify
+from routepack.solvers.rank_loads import rank_load
 from routepack.testing import synthetic_demand
-from routepack.types import SYNCS, ExpertPlacement, Packing, Topology
-from routepack.verification import verify
 
 TOPOLOGY = Topology(data_parallel_degree=4, expert_parallel_degree=2)
 DEMAND = synthetic_demand(num_sequences=96, max_length=256)

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
+from routepack.cost.models import CostRates
 
 from routepack.components.packer import AttentionAwarePacker, FirstFitPacker, Packer, PackingProblem
-from routepack.cost import CostRates
-from routepack.errors import ConfigError, InfeasibleError, PlanError
+from routepack.core.errors import ConfigError, InfeasibleError, PlanError
+from routepack.core.plans import SYNCS, Topology
 from routepack.solvers import greedy
 from routepack.testing import check_packer
-from routepack.types import SYNCS, Topology
 
 
 def problem(packer, length_S, *, data=2, ranks=2, seed=0):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from routepack.components.rerouter import ExpertRerouter, IdentityRerouter, Rerouter
-from routepack.errors import ConfigError, PlanError
+from routepack.core.errors import ConfigError, PlanError
+from routepack.core.plans import Topology
 from routepack.testing import check_rerouter
-from routepack.types import Topology
 
 TOPOLOGY = Topology(data_parallel_degree=2, expert_parallel_degree=2)
 

@@ -32,16 +32,16 @@ BLIND = "--blind" in sys.argv
 with (
     contextlib.nullcontext()
     if BLIND
-    else atheris.instrument_imports(include=["routepack.formats"], exclude=["routepack.formats._kernels"])
+    else atheris.instrument_imports(include=["routepack.traces.formats"], exclude=["routepack.traces.formats._kernels"])
 ):
     import forms
     import hostile
     from hostile import COUNTS, finish
 
-    from routepack import formats
-    from routepack.formats import ImportOptions, ModelRouting
-    from routepack.formats import _kernels as _compiled  # noqa: F401
-    from routepack.formats.sources import open_source
+    from routepack.traces import formats
+    from routepack.traces.formats import ImportOptions, ModelRouting
+    from routepack.traces.formats import _kernels as _compiled  # noqa: F401
+    from routepack.traces.formats.sources import open_source
 
     for module in set(formats.STACKS.values()):
         formats.stack_module(next(name for name, home in formats.STACKS.items() if home == module))

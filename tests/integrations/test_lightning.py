@@ -14,10 +14,10 @@ import torch
 from routepack import testing
 from routepack.components.packer import AttentionAwarePacker
 from routepack.components.rerouter import ExpertRerouter, IdentityRerouter
-from routepack.errors import ConfigError, InfeasibleError, TraceError
-from routepack.materialize import microbatches
-from routepack.planner import Planner
-from routepack.types import Topology
+from routepack.core.errors import ConfigError, InfeasibleError, TraceError
+from routepack.core.plans import Topology
+from routepack.microbatches.materialize import microbatches
+from routepack.planning.planner import Planner
 
 with warnings.catch_warnings():
     # Lightning imports what its own dependencies deprecate.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import routepack as rp
-from routepack.errors import ConfigError, TraceError
+from routepack.core.errors import ConfigError, TraceError
 from routepack.integrations.live import LiveRoutes, bind_routers, ids_from_logits
 
 E, K, D = 8, 2, 4

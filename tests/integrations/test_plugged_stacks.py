@@ -40,7 +40,7 @@ def real(name):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # verl imports TorchTitan, which has to be told first that there is no accelerator.
-            importlib.import_module("routepack.integrations.torchtitan")
+            importlib.import_module("routepack.torchtitan")
             return importlib.import_module(name)
     except ImportError as error:
         pytest.skip(f"{name} cannot be imported: {error}")

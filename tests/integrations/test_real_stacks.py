@@ -231,7 +231,7 @@ def test_prime_s_batch_is_asked_for_as_its_own():
 @pytest.fixture
 def titan(monkeypatch):
     """TorchTitan's batcher, without the package around it, which imports vLLM."""
-    importlib.import_module("routepack.integrations.torchtitan")  # chooses the device
+    importlib.import_module("routepack.torchtitan")  # chooses the device
 
     root = Path(importlib.util.find_spec("torchtitan").submodule_search_locations[0]) / "experiments" / "rl"
     before = set(sys.modules)

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import routepack as rp
-from routepack.errors import InfeasibleError, TraceError
+from routepack.core.errors import InfeasibleError, TraceError
 from routepack.integrations.schedule import DUMMY, Hook, schedule
 from routepack.testing import synthetic_batch, synthetic_demand
 

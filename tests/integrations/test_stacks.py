@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import routepack as rp
-from routepack.errors import ConfigError, InfeasibleError, PlanError, TraceError
+from routepack.core.errors import ConfigError, InfeasibleError, PlanError, TraceError
 from routepack.integrations.areal import ArealHook
 from routepack.integrations.megatron import MegatronHook
 from routepack.integrations.nemo_rl import NemoHook
@@ -305,7 +305,7 @@ def test_prime_s_samples_without_routes_never_share_a_microbatch_with_those_that
 
 
 def test_prime_s_own_routes_are_counted_and_cut_with_the_tokens():
-    from routepack.formats.prime_rl import export
+    from routepack.traces.formats.stacks.prime_rl import export
 
     batch = synthetic_batch(num_sequences=12, max_length=40, num_layers=6)
     rollouts = [

@@ -9,7 +9,7 @@ transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install 'routepack[transformers]'"
 )
 
-from routepack.errors import ConfigError  # noqa: E402
+from routepack.core.errors import ConfigError  # noqa: E402
 from routepack.integrations import transformers as integration  # noqa: E402
 
 SMALL = {

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from routepack.cost.links import WindowNormalizedLinks
 
 from routepack import testing
-from routepack.communication import WindowNormalizedLinks
 from routepack.components.packer import AttentionAwarePacker
-from routepack.planner import Planner
-from routepack.types import Certificate, Topology
+from routepack.core.plans import Certificate, Topology
+from routepack.planning.planner import Planner
 
 BINARIES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SECONDS = 60.0

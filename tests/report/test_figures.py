@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from routepack import testing
-from routepack.components.collector import RoutingDemandCollector
+from routepack.components.routing_demand_collector import RoutingDemandCollector
+from routepack.core.plans import ExpertPlacement
 from routepack.report import figures
-from routepack.types import ExpertPlacement
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,9 @@ def test_layer_loads_agree_with_a_recount(plan, demand):
 
 
 def test_the_baseline_packing_is_the_one_that_was_priced(plan, window):
-    from routepack.cost import evaluate
-    from routepack.solvers.loads import rank_load
+    from routepack.cost.models import evaluate
+
+    from routepack.solvers.rank_loads import rank_load
 
     demand = RoutingDemandCollector().collect(window)
     identity = ExpertPlacement.identity(5, 16)
@@ -99,8 +100,8 @@ def test_the_worst_layers_come_first(plan, demand):
 def test_devices_that_share_a_data_rank_have_rows_of_their_own():
     demand = testing.synthetic_demand(num_sequences=32, max_length=64)
     from routepack.components.packer import AttentionAwarePacker
-    from routepack.planner import Planner
-    from routepack.types import Topology
+    from routepack.core.plans import Topology
+    from routepack.planning.planner import Planner
 
     topology = Topology(data_parallel_degree=4, expert_parallel_degree=4, model_parallel_degree=2)
     plan = Planner(topology=topology, packer=AttentionAwarePacker(max_tokens=256), num_proposals=500).plan(demand)

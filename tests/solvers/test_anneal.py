@@ -3,12 +3,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from routepack.cost.models import CostRates, evaluate
 
-from routepack.cost import CostRates, evaluate
+from routepack.core.plans import SYNCS, Packing, Topology
 from routepack.solvers import anneal
 from routepack.solvers.greedy import longest_first
-from routepack.solvers.layout import JoinedLayout, Layout, Weights
-from routepack.types import SYNCS, Packing, Topology
+from routepack.solvers.packing_state import JoinedLayout, Layout, Weights
 
 
 def layout(*, seed=0, sequences=60, microbatches=3, groups=2, width=2, ranks=4, stages=2, cap=400, sync="step"):

@@ -4,13 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
+from routepack.cost.models import CostRates, evaluate
 
 from routepack.components.modalities import aligned
-from routepack.cost import CostRates, evaluate
+from routepack.core.plans import SYNCS, Packing, Topology
 from routepack.solvers import exact
-from routepack.solvers.layout import Weights
-from routepack.solvers.loads import rank_load
-from routepack.types import SYNCS, Packing, Topology
+from routepack.solvers.packing_state import Weights
+from routepack.solvers.rank_loads import rank_load
 
 SHAPES = [(1, 2, 2), (2, 2, 2), (1, 4, 2), (2, 2, 1), (1, 4, 4), (4, 1, 1), (1, 4, 1)]  # M, W, R
 

@@ -2,9 +2,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from routepack.solvers.fewest_microbatches import certify_rows
 from routepack.solvers.greedy import first_fit
 from routepack.solvers.modified_first_fit import modified_first_fit
-from routepack.solvers.rows import certify_rows
 
 
 def first_fit_decreasing(length_S, cap):

@@ -1,4 +1,4 @@
-"""What others do, as packers and rerouters: to compare with, and to never fall behind. Letters: :mod:`routepack.types`.
+"""What others do, as packers and rerouters: to compare with, and to never fall behind. Letters: :mod:`routepack.core`.
 
 Each is written from its published description, named in its docstring, and held to RoutePack's rules: no cell above the
 cap, none empty, whole experts, equally many a rank, no replicas. Where a method as published breaks a rule, its
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from routepack.checks import whole
 from routepack.components.packer import FirstFitPacker, Packer, PackingProblem
 from routepack.components.rerouter import IdentityRerouter, Rerouter
-from routepack.errors import ConfigError
+from routepack.core.checks import whole
+from routepack.core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class TokenLPTPacker(Packer):
 
     def assign(self, problem: PackingProblem) -> np.ndarray:
         """LPT by tokens."""
-        from routepack.solvers import starts
+        from routepack.solvers import start_packings
 
-        cell_of_S = starts.by_tokens(problem.length_S, problem.num_cells, self.max_tokens)
+        cell_of_S = start_packings.by_tokens(problem.length_S, problem.num_cells, self.max_tokens)
         return problem.feasible_cell_of_S if cell_of_S is None else cell_of_S
 
 

@@ -1,4 +1,4 @@
-"""Windows whose sequences differ in modality: every microbatch of one, on all ranks. Letters: :mod:`routepack.types`.
+"""Windows whose sequences differ in modality: every microbatch of one, on all ranks. Letters: :mod:`routepack.core`.
 
 Text and images run different graphs, and ranks that run different collectives in the same microbatch wait for ever. So
 each modality is packed for itself, into microbatches of its own, and the packings are stacked.
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from routepack.errors import InfeasibleError
-from routepack.planned import Certificate, PackingRules
+from routepack.core.errors import InfeasibleError
+from routepack.core.plans import Certificate, PackingRules
 
 
 def kinds_of(modality_S: np.ndarray | None) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Which layers' experts move to where a plan would have them, and which stay. Letters: :mod:`routepack.types`."""
+"""Which layers' experts move to where a plan would have them, and which stay. Letters: :mod:`routepack.core`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import final
 
 import numpy as np
 
-from routepack.checks import real, whole
-from routepack.communication import node_of_ranks
-from routepack.cost import CostRates, Evaluation, by_layer
-from routepack.errors import ConfigError, PlanError
-from routepack.types import ExpertPlacement, Topology
+from routepack.core.checks import real, whole
+from routepack.core.errors import ConfigError, PlanError
+from routepack.core.plans import ExpertPlacement, Topology
+from routepack.cost.links import node_of_ranks
+from routepack.cost.models import CostRates, Evaluation, by_layer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""Sequences to cells: which microbatch of which DP rank. Letters: :mod:`routepack.types`."""
+"""Sequences to cells: which microbatch of which DP rank. Letters: :mod:`routepack.core`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
-from routepack.checks import real, whole
 from routepack.components import modalities
-from routepack.cost import CostRates, num_packed_groups, ranks_per_group
-from routepack.errors import ConfigError, InfeasibleError, PlanError
-from routepack.types import Certificate, Packing, PackingRules, Sync, Topology
+from routepack.core.checks import real, whole
+from routepack.core.errors import ConfigError, InfeasibleError, PlanError
+from routepack.core.plans import Certificate, Packing, PackingRules, Sync, Topology
+from routepack.cost.models import CostRates, num_packed_groups, ranks_per_group
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,10 +141,10 @@ class Packer(ABC):
     def _certify_rows(
         self, length_S: np.ndarray, *, ranks: int, seed: int, rules: PackingRules
     ) -> tuple[Certificate, np.ndarray]:
-        from routepack.solvers import rows
+        from routepack.solvers import fewest_microbatches
 
         search = {"steps": self.certify_steps, "cp_sat_seconds": self.certify_seconds}
-        return rows.certify_rows(length_S, self.max_tokens, ranks, seed=seed, rules=rules, **search)
+        return fewest_microbatches.certify_rows(length_S, self.max_tokens, ranks, seed=seed, rules=rules, **search)
 
     def _check_no_equal_sequences(self) -> None:
         if self.equal_sequences:
@@ -202,12 +202,12 @@ class Packer(ABC):
 
     def _equalized(self, cell_of_S: np.ndarray, length_S: np.ndarray, ranks: int) -> np.ndarray | None:
         """The packing as the rules on ranks' numbers of sequences want it; None where none was found."""
-        from routepack.solvers import equal
+        from routepack.solvers import equal_counts
 
         if self.rules.counts_allowed(cell_of_S, ranks):
             return cell_of_S
         limits = {"max_tokens": self.max_tokens, "num_ranks": ranks, "skew": self.sequence_skew}
-        return equal.equalized(cell_of_S, length_S, **limits)
+        return equal_counts.equalized(cell_of_S, length_S, **limits)
 
     @final
     def pack(self, problem: PackingProblem) -> Packing:
@@ -376,7 +376,7 @@ class AttentionAwarePacker(Packer):
         return anneal.typical_change(layout, np.random.default_rng(problem.seed)) / layout.energy_per_cost
 
     def _layout(self, problem: PackingProblem) -> Any:
-        from routepack.solvers.layout import JoinedLayout, Layout, Weights
+        from routepack.solvers.packing_state import JoinedLayout, Layout, Weights
 
         figures = {
             "cell_of_S": self._start(problem),
@@ -395,11 +395,11 @@ class AttentionAwarePacker(Packer):
         return JoinedLayout(by_layer=problem.sync == "layer", **figures)
 
     def _start(self, problem: PackingProblem) -> np.ndarray:
-        from routepack.solvers import starts
+        from routepack.solvers import start_packings
 
         if problem.start_cell_of_S is not None:
             return problem.start_cell_of_S
-        cell_of_S = starts.by_tokens(problem.length_S, problem.num_cells, self.max_tokens)
+        cell_of_S = start_packings.by_tokens(problem.length_S, problem.num_cells, self.max_tokens)
         if cell_of_S is None:
             return problem.feasible_cell_of_S
         equal = self._equalized(cell_of_S, problem.length_S, problem.topology.data_parallel_degree)

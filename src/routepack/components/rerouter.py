@@ -1,4 +1,4 @@
-"""Experts to EP ranks, one placement per layer and window. Letters: :mod:`routepack.types`."""
+"""Experts to EP ranks, one placement per layer and window. Letters: :mod:`routepack.core`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
-from routepack.checks import whole
-from routepack.cost import CostRates
-from routepack.errors import PlanError, RoutePackError
-from routepack.types import ExpertPlacement, Packing, RoutingDemand, Sync, Topology
+from routepack.core.checks import whole
+from routepack.core.errors import PlanError, RoutePackError
+from routepack.core.plans import ExpertPlacement, Packing, Sync, Topology
+from routepack.core.rollouts import RoutingDemand
+from routepack.cost.models import CostRates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,8 +219,8 @@ def _packed(
     slots_LP: np.ndarray, demand: RoutingDemand, unit_of_S: np.ndarray, num_ranks: int, joined_units: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(routed rows of each unit per expert [L, E, U], rank of each expert [L, E])."""
-    from routepack.solvers import loads
+    from routepack.solvers import rank_loads
 
     num_units = -(-int(unit_of_S.max() + 1) // joined_units) * joined_units
     rank_of_LE = ExpertPlacement(physical_to_logical_LP=slots_LP).rank_of_LE(num_ranks)
-    return loads.unit_load(demand.tokens_SLE, unit_of_S, num_units), rank_of_LE
+    return rank_loads.unit_load(demand.tokens_SLE, unit_of_S, num_units), rank_of_LE

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from routepack.core.plans import PackingRules
 from routepack.integrations.schedule import Hook
-from routepack.solvers.rows import certify_rows
-from routepack.types import PackingRules
+from routepack.solvers.fewest_microbatches import certify_rows
 
 
 @dataclass(kw_only=True, eq=False)

@@ -2,8 +2,8 @@
 
 One window of rollouts is one epoch and one optimizer step: the plan says how many microbatches it takes, and the
 Trainer accumulates over exactly those. Lightning moves no experts. Where they are is left as it is (``IdentityRerouter``),
-so what a plan gains here comes from packing; for expert placement use :mod:`routepack.integrations.torchtitan`.
-Letters: :mod:`routepack.types`; n fed tokens of a microbatch.
+so what a plan gains here comes from packing; for expert placement use :mod:`routepack.torchtitan`.
+Letters: :mod:`routepack.core`; n fed tokens of a microbatch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from routepack.arrays import digest_of
-from routepack.background import BackgroundPlanner
 from routepack.components.rerouter import IdentityRerouter
-from routepack.distributed import agree, from_rank
-from routepack.errors import ConfigError, TraceError
-from routepack.materialize import NO_TARGET, check_fit, microbatch_of
-from routepack.metrics import plan_metrics
-from routepack.planner import Planner
-from routepack.types import Plan, RolloutBatch
+from routepack.core.arrays import digest_of
+from routepack.core.errors import ConfigError, TraceError
+from routepack.core.plans import Plan
+from routepack.core.rollouts import RolloutBatch
+from routepack.distributed.collectives import agree, from_rank
+from routepack.microbatches.materialize import NO_TARGET, check_fit, microbatch_of
+from routepack.planning.background import BackgroundPlanner
+from routepack.planning.planner import Planner
+from routepack.report.plan_metrics import plan_metrics
 
 
 class PlannedBatchSampler(Sampler[list[int]]):

@@ -1,7 +1,7 @@
 """Routes collected live: hooks on any model's routers, while it samples or recomputes log-probabilities.
 
 Needs torch and no trainer. What a router chose is narrowed on its device, each microbatch travels to the host in one
-asynchronous copy, and nothing is read back before :meth:`LiveRoutes.batch`. Letters: :mod:`routepack.types`; n fed tokens.
+asynchronous copy, and nothing is read back before :meth:`LiveRoutes.batch`. Letters: :mod:`routepack.core`; n fed tokens.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from routepack.checks import whole
-from routepack.components.collector import RoutingDemandCollector
-from routepack.errors import ConfigError, TraceError
-from routepack.recorded import MOST_EXPERTS
-from routepack.types import RolloutBatch, id_dtype
+from routepack.components.routing_demand_collector import RoutingDemandCollector
+from routepack.core.checks import whole
+from routepack.core.errors import ConfigError, TraceError
+from routepack.core.rollouts import MOST_EXPERTS, RolloutBatch, id_dtype
 
 ChosenIds = Callable[[Any, int], Tensor]
 """The ids [..., K] in a router's output, given that and K."""

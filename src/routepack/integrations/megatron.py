@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from routepack.checks import whole
+from routepack.core.checks import whole
 from routepack.integrations.schedule import Hook
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from routepack.checks import whole
-from routepack.errors import ConfigError
+from routepack.core.checks import whole
+from routepack.core.errors import ConfigError
+from routepack.core.rollouts import RoutingDemand
 from routepack.integrations.schedule import Hook, Schedule
-from routepack.types import RoutingDemand
 
 
 @dataclass(frozen=True, kw_only=True)

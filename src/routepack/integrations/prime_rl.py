@@ -8,10 +8,10 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from routepack.errors import TraceError
-from routepack.formats.prime_rl import load
-from routepack.formats.routing import ModelRouting
+from routepack.core.errors import TraceError
 from routepack.integrations.schedule import DUMMY, Hook, Schedule
+from routepack.traces.formats.model_routing import ModelRouting
+from routepack.traces.formats.stacks.prime_rl import load
 
 MicroBatch = TypeVar("MicroBatch")
 

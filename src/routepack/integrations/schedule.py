@@ -1,7 +1,7 @@
 """What every stack's hook asks: lengths, and what each sequence routes, in; order, cell offsets and placement out.
 
 :func:`schedule` is the one neutral call. A :class:`Hook` brings it into a stack's own call shape; none imports its stack.
-Cell c is microbatch ``c // W`` of DP rank ``c % W``, as everywhere. Letters: :mod:`routepack.types`.
+Cell c is microbatch ``c // W`` of DP rank ``c % W``, as everywhere. Letters: :mod:`routepack.core`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from routepack.arrays import to_numpy
-from routepack.checks import instance, whole
-from routepack.communication import FreeLinks
 from routepack.components.packer import AttentionAwarePacker
 from routepack.components.rerouter import IdentityRerouter
-from routepack.errors import TraceError
-from routepack.planner import Planner
-from routepack.recorded import check_lengths
-from routepack.types import ExpertPlacement, PackingRules, Plan, RolloutBatch, RoutingDemand, Topology
+from routepack.core.arrays import to_numpy
+from routepack.core.checks import instance, whole
+from routepack.core.errors import TraceError
+from routepack.core.plans import ExpertPlacement, PackingRules, Plan, Topology
+from routepack.core.rollouts import RolloutBatch, RoutingDemand, check_lengths
+from routepack.cost.links import FreeLinks
+from routepack.planning.planner import Planner
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ def _as_counted(demand: RoutingDemand, length_S: np.ndarray, padded_to: int) -> 
 
 def _with_dummies(window: RoutingDemand, max_tokens: int, ranks: int, rules: PackingRules) -> RoutingDemand:
     """The window and, for each modality that cannot fill its cells, as many sequences of one token as are missing."""
-    from routepack.solvers.rows import certify_rows
+    from routepack.solvers.fewest_microbatches import certify_rows
 
     whole("data_parallel_degree", ranks, least=1)
     tagged = window.modality_S

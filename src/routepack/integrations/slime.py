@@ -1,4 +1,4 @@
-"""slime and miles: ``build_dp_schedule``, of both, planned. Imports neither. Letters: :mod:`routepack.types`."""
+"""slime and miles: ``build_dp_schedule``, of both, planned. Imports neither. Letters: :mod:`routepack.core`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from routepack.errors import ConfigError, InfeasibleError
+from routepack.core.errors import ConfigError, InfeasibleError
 from routepack.integrations.schedule import Hook, setting
 
 DpSchedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]

@@ -1,6 +1,6 @@
 """TorchTitan's RL ``Batcher``: which samples share a row, and so which rank trains them, planned.
 
-Array-only: imports nothing of TorchTitan. (For its trainer with moved experts: :mod:`routepack.integrations.torchtitan`.)
+Array-only: imports nothing of TorchTitan. (For its trainer with moved experts: :mod:`routepack.torchtitan`.)
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from routepack.checks import whole
+from routepack.core.checks import whole
 from routepack.integrations.schedule import DUMMY, Hook
 
 Sample = TypeVar("Sample")

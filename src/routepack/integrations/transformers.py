@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN  # pyrefly: ignore[missing-import]
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # pyrefly: ignore[missing-import]
 
-from routepack.errors import ConfigError
+from routepack.core.errors import ConfigError
 from routepack.triton_kernels import moe_experts
 
 NAME = "routepack"

@@ -1,4 +1,4 @@
-"""verl: ``_balance_batch`` and ``prepare_micro_batches``, planned. Imports nothing of it. Letters: :mod:`routepack.types`."""
+"""verl: ``_balance_batch`` and ``prepare_micro_batches``, planned. Imports nothing of it. Letters: :mod:`routepack.core`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from routepack.arrays import to_numpy
-from routepack.checks import whole
-from routepack.errors import ConfigError, InfeasibleError, PlanError
+from routepack.core.arrays import to_numpy
+from routepack.core.checks import whole
+from routepack.core.errors import ConfigError, InfeasibleError, PlanError
+from routepack.core.plans import PackingRules
 from routepack.integrations.schedule import Hook
-from routepack.solvers.rows import certify_rows
-from routepack.types import PackingRules
+from routepack.solvers.fewest_microbatches import certify_rows
 
 Gather = Callable[[tuple[int, int]], Sequence[tuple[int, int]]]
 """Every rank's pair, given this rank's: ``torch.distributed.all_gather_object`` as a function."""

@@ -1,6 +1,6 @@
 """The numbers of a report: what each rank does before and after planning, and what it waits for.
 
-Letters: :mod:`routepack.types`; D devices (DP ranks x model-parallel ranks), U units (microbatches of an EP group).
+Letters: :mod:`routepack.core`; D devices (DP ranks x model-parallel ranks), U units (microbatches of an EP group).
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from routepack.bounds import placement_bound
 from routepack.components.packer import FirstFitPacker, PackingProblem
-from routepack.cost import CostRates, evaluate, num_packed_groups, ranks_per_group, sums_by
-from routepack.solvers.loads import rank_load
-from routepack.types import ExpertPlacement, Packing, Plan, RoutingDemand
+from routepack.core.plans import ExpertPlacement, Packing, Plan
+from routepack.core.rollouts import RoutingDemand
+from routepack.cost.bounds import placement_bound
+from routepack.cost.models import CostRates, evaluate, num_packed_groups, ranks_per_group, sums_by
+from routepack.solvers.rank_loads import rank_load
 
 WORST = 8
 """Sequences, and layers, that are named."""

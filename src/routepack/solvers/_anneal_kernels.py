@@ -21,7 +21,7 @@ from routepack.solvers._proposal_kernels import (
     _rank_again,
     _ranked,
     _rest_of_units,
-)  # fmt: skip
+)
 
 
 @njit(nogil=True, cache=True)

@@ -1,4 +1,4 @@
-"""The compiled search of :mod:`routepack.solvers.rows`: do these lengths fit into so many bins? On whole numbers."""
+"""The compiled search of :mod:`routepack.solvers.fewest_microbatches`: do these lengths fit into so many bins?"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from routepack.solvers._proposal_kernels import (
     _ranked,
     _rest_of_units,
     _waited_after,
-)  # fmt: skip
+)
 
 SLOPE = 8
 """What all wait for weighs so many times the groups' own mean cost, which only gives the search a slope on plateaus."""

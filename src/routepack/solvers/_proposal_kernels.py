@@ -1,7 +1,7 @@
 """What the annealing kernels share: random numbers, proposals, the costliest cells of a block, what a swap changes.
 
 A block is so many consecutive cells that wait for one another: a unit, or a whole microbatch. Letters:
-:mod:`routepack.types`; B blocks, I attention stages.
+:mod:`routepack.core`; B blocks, I attention stages.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ dealt at random into domains; each thread anneals one domain, moving and swappin
 it; then they are dealt again. What is found depends on the seed and the proposals alone, never on how
 many threads ran or how fast they were.
 
-Costs are fixed-point whole numbers (:mod:`routepack.solvers.layout`), so that the incremental figures
-equal a recomputation exactly. Letters: :mod:`routepack.types`.
+Costs are fixed-point whole numbers (:mod:`routepack.solvers.packing_state`), so that the incremental figures
+equal a recomputation exactly. Letters: :mod:`routepack.core`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from routepack.solvers.layout import Layout
+from routepack.solvers.packing_state import Layout
 
 DOMAINS = 2
 """Domains dealt in every round; fixed, so that a plan never depends on the machine's cores."""

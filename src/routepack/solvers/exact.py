@@ -1,4 +1,4 @@
-"""The best plan of a tiny window, by trying them all. Letters: :mod:`routepack.types`.
+"""The best plan of a tiny window, by trying them all. Letters: :mod:`routepack.core`.
 
 Packings are tried one by one, depth first, without those that only renumber equal cells; placements
 by what a set of sequences makes the fullest rank of a layer wait for, which is tabled for every set.
@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from routepack.solvers import _exact_kernels as kernels
-from routepack.solvers.layout import Weights
+from routepack.solvers.packing_state import Weights
 
 MAX_SEQUENCES = 10
 MAX_CELLS = 4

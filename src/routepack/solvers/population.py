@@ -2,7 +2,7 @@
 
 Source: *RoutePack*, arXiv 2608.12146; Machta, Phys. Rev. E 82, 026704 (2010), for the resampling. Chains run on
 threads, one each, and draw from seeds of their own, so the packing depends on seed and proposals alone.
-Letters: :mod:`routepack.types`.
+Letters: :mod:`routepack.core`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from routepack.solvers.anneal import FINISH_SHARE, PROPOSALS_PER_ROUND, near_places, typical_change
-from routepack.solvers.layout import Layout
+from routepack.solvers.packing_state import Layout
 
 HOT, COLD = 0.3, 0.02
 """Temperatures at the begin and end, in typical changes of the energy."""

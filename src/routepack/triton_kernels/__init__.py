@@ -5,6 +5,6 @@ Imports nothing else of routepack, so the folder lifts out whole; importing it n
 """
 
 from routepack.triton_kernels.functional import grouped_experts, moe_experts
-from routepack.triton_kernels.modules import PermutedExperts, PermutedMoE
+from routepack.triton_kernels.permuted_moe import PermutedExperts, PermutedMoE
 
 __all__ = ["PermutedExperts", "PermutedMoE", "grouped_experts", "moe_experts"]

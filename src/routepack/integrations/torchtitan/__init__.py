@@ -1,9 +1,0 @@
-"""RoutePack in TorchTitan 0.3.0: overrides, trainer, rollouts and the RL loop.
-
-Importing this package chooses TorchTitan's device, which must come before TorchTitan's own modules:
-see :mod:`routepack.integrations.torchtitan.device`.
-"""
-
-from routepack.integrations.torchtitan import device
-
-device.install()

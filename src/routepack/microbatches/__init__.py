@@ -1,0 +1,1 @@
+"""From a plan and a window to the microbatches of one rank."""

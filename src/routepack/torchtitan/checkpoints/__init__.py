@@ -1,0 +1,1 @@
+"""Checkpoints that do not depend on where the experts are."""

@@ -1,0 +1,1 @@
+"""``routepack train``: starts the ranks and reports how they ended."""

@@ -1,0 +1,1 @@
+"""TorchTitan's models with replayed routes and placed experts."""

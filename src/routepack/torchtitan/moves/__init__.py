@@ -1,0 +1,1 @@
+"""Experts move between ranks, with their optimizer state."""

@@ -1,0 +1,1 @@
+"""Training on windows that another stack recorded."""

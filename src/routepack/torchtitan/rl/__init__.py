@@ -1,0 +1,1 @@
+"""The RL loop: sample, plan, move, update."""

@@ -1,0 +1,246 @@
+"""The RL loop: sample, plan, move experts, recompute log-probabilities and update, all under one plan a window.
+
+Rollouts are counted as they end, and rank 0 plans in the background. With ``rl.async_level`` 1 the next window is sampled
+before this one's update, and planned during it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from routepack.components.rerouter import IdentityRerouter
+from routepack.core.files import read_history, write_json
+from routepack.core.plans import ExpertPlacement, Plan
+from routepack.core.rollouts import RolloutBatch
+from routepack.distributed import collectives
+from routepack.report.plan_metrics import plan_metrics
+from routepack.torchtitan.rl.rl_config import RLExperiment
+from routepack.torchtitan.rl.rl_windows import demonstration_window, even_demand, graded_window
+from routepack.torchtitan.rl.rollout import LocalPolicy, random_numbers
+from routepack.torchtitan.rl.share_rollouts import gather_rollouts
+from routepack.torchtitan.trainer.shared_planner import SharedPlanner
+from routepack.torchtitan.trainer.trainer import RoutePackTrainer
+from routepack.traces.trace_files import save_plan, save_trace
+from routepack.training.losses import CrossEntropyTokenLoss
+from routepack.training.phase_clock import Clock
+from routepack.training.progress import Progress
+
+DEMONSTRATED, PROMPTED, SAMPLED, WARMUP_PROMPTED = range(4)
+"""What a stream of random numbers is for: the second number of its seed, after the experiment's."""
+
+
+@dataclass(kw_only=True, eq=False)
+class RLRun:
+    """One run of an experiment. Every rank makes one and calls :meth:`run`; all of it is collective."""
+
+    experiment: RLExperiment
+    progress: Progress
+    history: list[dict[str, float]] = field(default_factory=list)
+    """The figures of each RL step."""
+
+    def __post_init__(self) -> None:
+        experiment = self.experiment
+        self.trainer = RoutePackTrainer.from_settings(model=experiment.model, settings=experiment.trainer)
+        self.policy = LocalPolicy(experiment.model, seed=experiment.seed)
+        self.rank, self.num_ranks = collectives.this_rank(), collectives.num_ranks()
+        self.num_experts = self.trainer.placement.num_experts
+        self.layer_ids = self.trainer.moe_layer_ids
+        # Nothing is recorded while warming up, so experts stay where they are and only lengths are planned.
+        self.warmup_planner = replace(experiment.planner, rerouter=IdentityRerouter())
+        collector = replace(experiment.planner.collector, num_experts=self.num_experts)
+        self.planning = SharedPlanner(
+            planner=replace(experiment.planner, collector=collector),
+            ready_seconds=experiment.rl.plan_ready_seconds,
+            device=self.trainer.device,
+        )
+        self.following: tuple[RolloutBatch, int] | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Warm up, then reinforce; the summary, which rank 0 also writes beside the last window's trace and plan.
+
+        Where the result folder has a checkpoint, goes on after the last window that it knows.
+        """
+        warmed_up, reinforced = self.resume()
+        self.progress.start(self.experiment.warmup.num_steps, self.experiment.rl.num_steps, resumed=warmed_up + reinforced)
+        for step in range(warmed_up, self.experiment.warmup.num_steps):
+            self.progress.warmup_step(step, self.warm_up(step))
+            self.window_done()
+        plan = None
+        with self.planning:
+            for step in range(reinforced, self.experiment.rl.num_steps):
+                figures, batch, plan = self.reinforce(step)
+                self.history.append(figures)
+                self.progress.rl_step(step, figures, plan)
+                self.window_done(last=step == self.experiment.rl.num_steps - 1)
+                if self.rank == 0 and step == self.experiment.rl.num_steps - 1:
+                    self.save(batch, plan)
+        summary = summarize(self.history)
+        if self.rank == 0:
+            self.save_summary(summary)
+        self.progress.finish(summary, self.experiment.out, plan)
+        return summary
+
+    def resume(self) -> tuple[int, int]:
+        """Load the last checkpoint if there is one; the warm-up and RL steps that it has been through."""
+        self.trainer.resume()
+        warmed_up = min(self.trainer.windows_done, self.experiment.warmup.num_steps)
+        reinforced = self.trainer.windows_done - warmed_up
+        if self.rank == 0:
+            self.history = read_history(self.history_path)[:reinforced]
+        return warmed_up, reinforced
+
+    def window_done(self, *, last: bool = False) -> None:
+        """Count a window, save a checkpoint if one is due, and beside it the figures so far."""
+        self.trainer.windows_done += 1
+        if self.trainer.save(last=last) and self.rank == 0:
+            write_json(self.history_path, self.history)
+
+    @property
+    def history_path(self) -> Path:
+        """Every RL step's figures, as of the last checkpoint."""
+        return self.experiment.out / "history.json"
+
+    def warm_up(self, step: int) -> dict[str, float]:
+        """One supervised step on demonstrations."""
+        experiment, settings = self.experiment, self.experiment.warmup
+        started = time.monotonic()
+        prompts = experiment.task.prompts(settings.batch_size, seed=[experiment.seed, WARMUP_PROMPTED, step])
+        batch = demonstration_window(
+            prompts,
+            experiment.task,
+            num_experts=self.num_experts,
+            layer_ids=self.layer_ids,
+            top_k=self.policy.top_k,
+            seed=[experiment.seed, DEMONSTRATED, step],
+        )
+        plan = collectives.from_rank(0, lambda: self.warmup_planner.plan(even_demand(batch)), "plan")
+        self.trainer.set_learning_rate(settings.rate_at(step))
+        figures = self.trainer.update(batch, plan, CrossEntropyTokenLoss(), save=False)
+        return figures | {"seconds": time.monotonic() - started}
+
+    def reinforce(self, step: int) -> tuple[dict[str, float], RolloutBatch, Plan]:
+        """One RL step: its figures, the same on every rank but for times; its window; its plan."""
+        experiment, clock = self.experiment, Clock()
+        batch, sampled_at = self.following or self.sample(step, step, self.trainer.placement)
+        self.following = None
+        clock.lap("sample")
+        plan, timing = self.planning.result()
+        clock.lap("plan")
+        if experiment.rl.async_level and step + 1 < experiment.rl.num_steps:
+            # The experts will be where this plan puts them when the next window is trained.
+            self.following = self.sample(step + 1, step, plan.placement)
+            clock.lap("sample")
+        experts_moved = self.trainer.move_experts(plan.placement)
+        move = self.trainer.last_move
+        clock.lap("move")
+        logprobs_old = self.old_logprobs(batch, plan)
+        clock.lap("logprobs")
+        trained = replace(batch, token_fields={**batch.token_fields, "logprobs_old": logprobs_old})
+        self.trainer.set_learning_rate(experiment.rl.rate_at(step))
+        figures: dict[str, float] = {}
+        parts = experiment.rl.minibatches_per_window
+        for _ in range(experiment.rl.updates_per_window):
+            steps = self.trainer.update_minibatches(trained, plan, experiment.loss, num_minibatches=parts, save=False)
+            figures = steps[-1]
+        clock.lap("update")
+        figures |= window_figures(trained) | plan_metrics(plan) | timing | clock.figures(int(batch.num_tokens_S.sum()))
+        if not experiment.rl.async_level:
+            figures |= {"logprob_difference_max": logprob_difference(trained)}
+        moved = {"experts_moved": experts_moved, "move_ms": 1e3 * move.seconds, "moved_bytes": move.bytes_sent}
+        return figures | moved | {"off_policy_steps": step - sampled_at}, trained, plan
+
+    def old_logprobs(self, batch: RolloutBatch, plan: Plan) -> np.ndarray:
+        """float32 [N]: under the weights that sampled. Where those are still the trainer's, it recomputes them under replay."""
+        if self.experiment.rl.async_level:
+            return batch.token_fields["logprobs"]
+        return self.trainer.log_probabilities(batch, plan)
+
+    def sample(self, step: int, trained_steps: int, previous: ExpertPlacement) -> tuple[RolloutBatch, int]:
+        """The window of RL step *step*, graded, and *trained_steps*, those that the weights have been through.
+
+        Each rank samples its share, then every rank has all. Rank 0 counts its own as they end, and leaves planning.
+        """
+        experiment, settings = self.experiment, self.experiment.rollout
+        self.policy.load(self.trainer.logical_state_dict())
+        prompts = experiment.task.prompts(settings.prompts_per_step, seed=[experiment.seed, PROMPTED, step])
+        # Neighbours answer the same prompt and are about as long, so dealing them round evens out the ranks.
+        sequences = np.arange(self.rank, settings.num_sequences, self.num_ranks)
+        own = self.policy.sample(
+            [prompts[s // settings.rollouts_per_prompt].token_ids for s in sequences],
+            random_numbers(sequences.tolist(), settings.max_new_tokens, seed=[experiment.seed, SAMPLED, step]),
+            temperature=settings.temperature,
+            end_token_id=experiment.task.end_token_id,
+            on_end=lambda s, rollout: self.planning.add(int(sequences[s]), rollout),
+        )
+        rollouts = gather_rollouts(own, sequences, device=self.trainer.device)
+        self.planning.finish(rollouts, previous)
+        batch = graded_window(
+            rollouts,
+            prompts,
+            experiment.task,
+            num_experts=self.num_experts,
+            layer_ids=self.layer_ids,
+            advantage_epsilon=experiment.rl.advantage_epsilon,
+            weights_version=f"rl-step-{trained_steps}",
+        )
+        return batch, trained_steps
+
+    def save(self, batch: RolloutBatch, plan: Plan) -> None:
+        """Write the last window and its plan."""
+        save_trace(batch, self.experiment.out / "trace.safetensors")
+        save_plan(plan, self.experiment.out / "plan.safetensors")
+
+    def save_summary(self, summary: dict[str, Any]) -> None:
+        """Write the summary and every step's figures."""
+        write_json(self.experiment.out / "summary.json", {**summary, "steps": self.history}, indent=1)
+
+
+def window_figures(batch: RolloutBatch) -> dict[str, float]:
+    """``reward`` and lengths."""
+    return {
+        "reward": float(batch.sequence_fields["rewards"].mean()),
+        "tokens": int(batch.num_tokens_S.sum()),
+        "length_mean": float(batch.num_tokens_S.mean()),
+        "length_max": int(batch.num_tokens_S.max()),
+    }
+
+
+def logprob_difference(batch: RolloutBatch) -> float:
+    """The most by which the trainer's log-probabilities under replay differ from the sampler's."""
+    sampled_N = batch.token_fields["logprobs"] != 0
+    apart_N = np.abs(batch.token_fields["logprobs_old"] - batch.token_fields["logprobs"])[sampled_N]
+    return float(apart_N.max(initial=0.0))
+
+
+SUMMARIZED = ("value", "baseline_value", "bound")
+MEDIANS = ("plan_ms", "exposed_ms", "background_ms")
+
+
+def summarize(history: list[dict[str, float]]) -> dict[str, Any]:
+    """First and last rewards (each over up to five steps), and means over all steps of what plans gained and took."""
+    if not history:
+        return {}
+    edge = min(5, len(history))
+    rewards = [figures["reward"] for figures in history]
+    mean = {name: float(np.mean([figures[name] for figures in history])) for name in history[0]}
+    return {
+        "num_steps": len(history),
+        "reward_first": float(np.mean(rewards[:edge])),
+        "reward_last": float(np.mean(rewards[-edge:])),
+        "rewards_averaged_over": edge,
+        "imbalance_baseline": mean["plan/baseline.imbalance_mean"],
+        "imbalance_planned": mean["plan/planned.imbalance_mean"],
+        **{name: mean[f"plan/{name}"] for name in SUMMARIZED},
+        "value_over_bound": float(np.mean([one["plan/value"] / one["plan/bound"] for one in history])),
+        # Medians: the first plan also loads the compiled kernels, or compiles them.
+        **{name: float(np.median([one[f"plan/{name}"] for one in history])) for name in MEDIANS},
+        "seconds_per_step": mean["seconds"],
+        "tokens_per_second": mean["tokens_per_second"],
+        "experts_moved_per_step": mean["experts_moved"],
+        **{name: max(one[name] for one in history) for name in ("off_policy_steps", "logprob_difference_max") if name in mean},
+    }

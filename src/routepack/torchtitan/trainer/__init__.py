@@ -1,0 +1,1 @@
+"""TorchTitan's trainer, driven by plans."""

@@ -1,0 +1,1 @@
+"""One module a stack: ``load`` reads what it records, ``export`` gives it back."""

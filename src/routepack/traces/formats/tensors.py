@@ -1,0 +1,101 @@
+"""Padded and jagged batches of tensors, as trainers hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from routepack.core.arrays import to_numpy
+from routepack.core.errors import TraceError
+from routepack.traces.formats.fields import whole_numbers
+
+
+def padded_ids(value: Any, where: str) -> np.ndarray:
+    """Ids [B, S, L, K] of any integer dtype; shares a CPU tensor's memory."""
+    ids = to_numpy(value, f"{where}: routed_experts")
+    if ids.ndim != 4 or ids.dtype.kind not in "iu":
+        raise TraceError(
+            f"{where}: routed_experts has shape {ids.shape} and dtype {ids.dtype}; whole numbers [batch, tokens, layers, "
+            "top_k] are needed."
+        )
+    return ids
+
+
+def attended(value: Any, batch: int, width: int, where: str) -> np.ndarray:
+    """An attention mask as bool [B, S]: padding to the left, to the right or both, and tokens without a gap between."""
+    mask = to_numpy(value, f"{where}: attention_mask")
+    if mask.shape != (batch, width) or mask.dtype.kind not in "iubf":
+        raise TraceError(f"{where}: attention_mask has shape {mask.shape}; {(batch, width)} is needed, as the routes have it.")
+    marked = _marked(mask, f"{where}: attention_mask")
+    starts_B = marked[:, :1].sum(axis=1) + (marked[:, 1:] & ~marked[:, :-1]).sum(axis=1)
+    if (starts_B > 1).any():
+        b = int((starts_B > 1).argmax())
+        hole = int(np.flatnonzero(~marked[b, marked[b].argmax() :])[0] + marked[b].argmax())
+        raise TraceError(
+            f"{where}, sequence {b}: attention_mask has {starts_B[b]} runs of tokens; position {hole} between them is masked. "
+            "Padding stands before and after a sequence's tokens, never among them: cut masked tokens out, routes too."
+        )
+    return marked
+
+
+def row_mask(value: Any, shape: tuple[int, ...], name: str, where: str) -> np.ndarray:
+    """A mask of rows as bool, of *shape*."""
+    mask = to_numpy(value, f"{where}: {name}")
+    if mask.shape != shape or mask.dtype.kind not in "iub":
+        raise TraceError(f"{where}: {name} has shape {mask.shape} and dtype {mask.dtype}; bool {shape} is needed.")
+    return _marked(mask, f"{where}: {name}")
+
+
+def _marked(mask: np.ndarray, name: str) -> np.ndarray:
+    """*mask* as bool. Raises TraceError for anything but 0, 1 and bool, naming where it stands."""
+    if mask.dtype == np.bool_:
+        return mask
+    wrong = np.argwhere((mask != 0) & (mask != 1))
+    if len(wrong):
+        position = tuple(wrong[0].tolist())
+        at = f"sequence {position[0]}, position {position[1]}" if len(position) == 2 else f"row {position[0]}"
+        raise TraceError(f"{name} holds {mask[position].item()!r} at {at} ({len(wrong)} such entries): give 0, 1 or bool.")
+    return mask != 0
+
+
+def lengths_of(value: Any, batch: int, width: int, where: str) -> np.ndarray:
+    """The tokens of each sequence, int64 [B], none longer than the padded width."""
+    lengths = whole_numbers(value, f"{where}: lengths")
+    if len(lengths) != batch or (batch and not 0 <= lengths.min() <= lengths.max() <= width):
+        raise TraceError(f"{where}: lengths {lengths[:8].tolist()} must be {batch} numbers from 0 to the width {width}.")
+    return lengths
+
+
+def is_jagged(value: Any) -> bool:
+    """Whether *value* is a jagged tensor, or a mapping with its ``values`` and ``offsets``."""
+    if isinstance(value, Mapping):
+        return "values" in value and "offsets" in value
+    return bool(getattr(value, "is_nested", False))
+
+
+def jagged(value: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Values [T, ...] and offsets int64 [B + 1], checked against one another before anything is sliced."""
+    if isinstance(value, Mapping):
+        values, offsets = value["values"], value["offsets"]
+    else:
+        values, offsets = value.values(), value.offsets()
+    array, edges = to_numpy(values, f"{where}: values"), whole_numbers(offsets, f"{where}: offsets")
+    check_offsets(edges, array.shape[0] if array.ndim else 0, where)
+    return array, edges
+
+
+def check_offsets(offsets: np.ndarray, rows: int, where: str) -> None:
+    """Raise TraceError unless *offsets* ascend from 0 to *rows*."""
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != rows or (offsets[1:] < offsets[:-1]).any():
+        raise TraceError(f"{where}: offsets {offsets[:8].tolist()} ... must ascend from 0 to the {rows} rows.")
+
+
+def span_of(mask_S: np.ndarray) -> slice | np.ndarray:
+    """Where a mask is set: a slice if that is one run, so that nothing is copied, else the positions."""
+    positions = np.flatnonzero(mask_S)
+    if not len(positions):
+        return slice(0, 0)
+    first, last = int(positions[0]), int(positions[-1])
+    return slice(first, last + 1) if last - first + 1 == len(positions) else positions
