@@ -137,7 +137,6 @@ class Bench:
     def placed(self, batch, rerouter, packer, **rules):
         """The batch with rank 0's plan."""
         from routepack.cost.step_log import StepLoads
-
         from routepack.distributed import collectives
 
         demand = self.rp.RoutingDemandCollector().collect(batch)
@@ -172,10 +171,9 @@ class Bench:
 
     def calibrate(self):
         """Warm up on windows of other sizes and plans of every kind; take the rates and the sync that predict them best."""
+        from routepack.core.errors import TraceError
         from routepack.cost.calibration import best_sync, calibrate
         from routepack.cost.step_log import StepRecord
-
-        from routepack.core.errors import TraceError
 
         records, rng = [], np.random.default_rng(0)
         for number in range(2 * self.args.calibrating):

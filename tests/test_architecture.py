@@ -1,122 +1,121 @@
-"""The import rules of the house: arrows point one way, and heavy packages stay where they belong."""
+"""The import rules of the house. Rooms are layers, which pyproject.toml lists for import-linter; no files form a circle."""
 
 import ast
+import os
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
+from importlinter import cli as import_linter
 
 import routepack
 
 ROOT = Path(routepack.__file__).parent
-LEVELS = [
-    {"errors", "checks", "files", "arrays", "cores"},
-    {"recorded", "planned", "types"},
-    {"config", "communication", "cost", "steps", "calibration", "flops", "bounds", "trace", "solvers", "formats"},
-    {"components"},
-    {
-        "locality",
-        "transition",
-        "alternation",
-        "planner",
-        "warm_up",
-        "peers",
-        "background",
-        "layout",
-        "materialize",
-        "minibatches",
-        "verification",
-        "metrics",
-        "report",
-        "inspection",
-        "inspection_text",
-        "inspect_command",
-        "outlook",
-        "assembly",
-        "distributed",
-        "gathering",
-        "sequence_exchange",
-        "row_exchange",
-        "testing",
-    },
-    {"cli", "integrations", "__init__", "__main__"},
-]
-LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
-MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 HEAVY = ("torch", "torchtitan", "lightning", "matplotlib", "numba", "scipy", "pandas", "triton")
 
 
-def imports_of(path: Path) -> list[str]:
-    names = []
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} has a relative import"
-            names += [node.module] + [f"{node.module}.{alias.name}" for alias in node.names]
-    return names
+@pytest.fixture(scope="module")
+def graph():
+    return grimp.build_graph("routepack", include_external_packages=True)
 
 
-def top_of(path: Path) -> str:
-    return path.parts[0].removesuffix(".py")
+def own_imports(graph) -> dict[str, set[str]]:
+    """What each file imports of routepack's files, type checking and imports inside functions included."""
+    own = {module for module in graph.modules if module.split(".")[0] == "routepack"}
+    return {module: graph.find_modules_directly_imported_by(module) & own for module in own}
 
 
-def uses(path: Path, package: str) -> bool:
-    return any(name == package or name.startswith(f"{package}.") for name in imports_of(path))
+def importers_of(graph, package: str) -> set[str]:
+    """The files that import an external package."""
+    return graph.find_modules_that_directly_import(package) if package in graph.modules else set()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_arrows_never_turn_back(path):
-    if top_of(path) == "triton_kernels":
-        assert not [name for name in imports_of(path) if name.startswith("routepack.") and "triton_kernels" not in name]
-        return
-    own = LEVEL_OF[top_of(path)]
-    for name in imports_of(path):
-        parts = name.split(".")
-        if parts[0] == "routepack" and len(parts) > 1 and (ROOT / parts[1]).is_dir() | (ROOT / f"{parts[1]}.py").exists():
-            assert parts[1] == "triton_kernels" or LEVEL_OF[parts[1]] <= own, f"{path} must not import {name}"
+def test_rooms_import_only_what_lies_below_them(monkeypatch):
+    monkeypatch.chdir(ROOT.parents[1])
+    assert import_linter.lint_imports(no_cache=True) == 0
+
+
+def test_no_files_import_one_another_in_a_circle(graph):
+    list(TopologicalSorter(own_imports(graph)).static_order())
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported"),
+    [
+        ("routepack.planning.search", "routepack.planning.planner"),
+        ("routepack.cost.known_models", "routepack.cost.models"),
+        ("routepack.traces.formats.recorded_sequence", "routepack.traces.formats.fields"),
+        ("routepack.core.config", "routepack.cli.main"),
+    ],
+)
+def test_a_circle_that_once_was_would_be_seen(graph, importer, imported):
+    imports = own_imports(graph)
+    assert importer in imports
+    assert imported in imports
+    with pytest.raises(CycleError):
+        list(TopologicalSorter({**imports, importer: imports[importer] | {imported}}).static_order())
 
 
 @pytest.mark.parametrize(
     ("package", "allowed"),
     [
-        ("torch.distributed", ("distributed.py", "integrations/")),
-        ("torchtitan", ("integrations/torchtitan/",)),
-        ("lightning", ("integrations/lightning.py",)),
-        ("transformers", ("integrations/transformers.py",)),
-        ("wandb", ()),
+        ("torchtitan", "routepack.torchtitan."),
+        ("lightning", "routepack.integrations.lightning"),
+        ("transformers", "routepack.integrations.transformers"),
+        ("wandb", "nowhere"),
     ],
 )
-def test_heavy_packages_stay_where_they_belong(package, allowed):
-    users = [str(path) for path in MODULES if uses(path, package)]
-    assert not [path for path in users if not path.startswith(allowed)]
+def test_heavy_packages_stay_where_they_belong(graph, package, allowed):
+    assert not [module for module in importers_of(graph, package) if not module.startswith(allowed)]
+
+
+def test_torch_distributed_is_called_in_few_rooms():
+    rooms = {"distributed", "integrations", "torchtitan", "training"}
+    users = [path for path in FILES if "torch.distributed" in imports_of(path)]
+    assert users
+    assert not [path for path in users if path.parts[0] not in rooms]
 
 
 def test_nobody_prints():
-    for path in MODULES:
+    for path in FILES:
         calls = [node.func for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Call)]
         assert "print" not in [call.id for call in calls if isinstance(call, ast.Name)], path
 
 
 def test_no_file_grows_beyond_450_lines():
-    assert not [str(path) for path in MODULES if len((ROOT / path).read_text().splitlines()) > 450]
+    assert not [str(path) for path in FILES if len((ROOT / path).read_text().splitlines()) > 450]
+
+
+def test_the_front_door_stays_small():
+    entries = [path for path in ROOT.iterdir() if path.name != "__pycache__" and path.name != "configs"]
+    assert len([path for path in entries if path.is_file()]) <= 4
+    assert len([path for path in entries if path.is_dir()]) <= 14
 
 
 def test_import_loads_nothing_heavy():
-    code = "import sys, routepack, routepack.cli.main; print(*[m for m in sys.modules if '.' not in m])"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_environment()).stdout
+    code = "import sys, routepack, routepack.cli; print(*[m for m in sys.modules if '.' not in m])"
+    environment = os.environ | {"PYTHONPATH": str(ROOT.parent)}
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
     assert not set(loaded.split()) & set(HEAVY)
 
 
 def test_every_public_name_exists():
     for name in routepack.__all__:
         assert getattr(routepack, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+    with pytest.raises(AttributeError, match="attribute Nothing"):
         _ = routepack.Nothing
 
 
-def _environment():
-    import os
-
-    return os.environ | {"PYTHONPATH": str(ROOT.parent)}
+def imports_of(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            names |= {str(node.module)} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names

@@ -6,9 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from routepack.components.attention_aware_packer import AttentionAwarePacker
 from routepack.components.baselines import EPLBRerouter, KarmarkarKarpPacker, LPTRerouter
-from routepack.components.packer import AttentionAwarePacker, FirstFitPacker
-from routepack.components.rerouter import ExpertRerouter, IdentityRerouter
+from routepack.components.expert_rerouter import ExpertRerouter
+from routepack.components.packer import FirstFitPacker
+from routepack.components.rerouter import IdentityRerouter
 from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.errors import ConfigError, InfeasibleError, TraceError
 from routepack.core.plans import Topology

@@ -74,7 +74,7 @@ class Unsettled(Rerouter):
     refines = True
 
     def assign(self, tokens_LE, num_ranks):
-        from routepack.components.rerouter import ExpertRerouter
+        from routepack.components.expert_rerouter import ExpertRerouter
 
         return ExpertRerouter().assign(tokens_LE, num_ranks)
 

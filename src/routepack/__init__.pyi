@@ -2,6 +2,7 @@
 
 from . import solvers as solvers
 from . import testing as testing
+from .components.attention_aware_packer import AttentionAwarePacker as AttentionAwarePacker
 from .components.baselines import (
     EPLBRerouter as EPLBRerouter,
 )
@@ -20,6 +21,7 @@ from .components.baselines import (
 from .components.baselines import (
     UnequalKarmarkarKarpPacker as UnequalKarmarkarKarpPacker,
 )
+from .components.expert_rerouter import ExpertRerouter as ExpertRerouter
 from .components.hierarchical_rerouter import HierarchicalRerouter as HierarchicalRerouter
 from .components.move_policy import (
     AlwaysMove as AlwaysMove,
@@ -31,9 +33,6 @@ from .components.move_policy import (
     MovePolicy as MovePolicy,
 )
 from .components.packer import (
-    AttentionAwarePacker as AttentionAwarePacker,
-)
-from .components.packer import (
     FirstFitPacker as FirstFitPacker,
 )
 from .components.packer import (
@@ -43,9 +42,6 @@ from .components.packer import (
     PackingProblem as PackingProblem,
 )
 from .components.population_packer import PopulationPacker as PopulationPacker
-from .components.rerouter import (
-    ExpertRerouter as ExpertRerouter,
-)
 from .components.rerouter import (
     IdentityRerouter as IdentityRerouter,
 )
@@ -93,7 +89,6 @@ from .core.rollouts import (
     RoutingDemand as RoutingDemand,
 )
 from .cost.calibration import MeasuredCost as MeasuredCost
-from .cost.flops import FlopsCost as FlopsCost
 from .cost.links import (
     FreeLinks as FreeLinks,
 )
@@ -114,6 +109,9 @@ from .cost.models import (
 )
 from .cost.models import (
     CostRates as CostRates,
+)
+from .cost.models import (
+    FlopsCost as FlopsCost,
 )
 from .cost.models import (
     WindowNormalizedCost as WindowNormalizedCost,

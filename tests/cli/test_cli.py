@@ -3,10 +3,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from routepack.cli.main import app, main
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from routepack.cli.main import app, main
 from routepack.core.rollouts import RolloutBatch
 from routepack.traces.trace_files import load_plan, load_window, save_demand, save_trace
 

@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from routepack.cost.models import CostRates
 
 from routepack.components import baselines
 from routepack.components.baselines import (
@@ -16,6 +15,7 @@ from routepack.components.baselines import (
 from routepack.components.packer import PackingProblem
 from routepack.core.errors import ConfigError
 from routepack.core.plans import Topology
+from routepack.cost.models import CostRates
 from routepack.testing import check_packer, check_rerouter
 
 PACKERS = [TokenLPTPacker, ModifiedFirstFitPacker, KarmarkarKarpPacker, UnequalKarmarkarKarpPacker]

@@ -2,14 +2,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from routepack.cost.links import WindowNormalizedLinks
 
+from routepack.components.attention_aware_packer import AttentionAwarePacker
+from routepack.components.expert_rerouter import ExpertRerouter
 from routepack.components.hierarchical_rerouter import HierarchicalRerouter
-from routepack.components.packer import AttentionAwarePacker
-from routepack.components.rerouter import ExpertRerouter
 from routepack.core.errors import ConfigError
 from routepack.core.plans import Topology
 from routepack.core.rollouts import RoutingDemand
+from routepack.cost.links import WindowNormalizedLinks
 from routepack.planning.planner import Planner
 from routepack.planning.verification import verify
 from routepack.testing import check_rerouter, synthetic_demand

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routepack.components import baselines
+from routepack.components.attention_aware_packer import AttentionAwarePacker
 from routepack.components.modalities import Part, aligned, stacked
-from routepack.components.packer import AttentionAwarePacker, FirstFitPacker
+from routepack.components.packer import FirstFitPacker
 from routepack.components.population_packer import PopulationPacker
 from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.errors import InfeasibleError, PlanError, TraceError

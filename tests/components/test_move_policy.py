@@ -5,15 +5,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from routepack.cost.links import WindowNormalizedLinks
-from routepack.cost.models import CostModel, WindowNormalizedCost, evaluate
 
+from routepack.components.attention_aware_packer import AttentionAwarePacker
+from routepack.components.expert_rerouter import ExpertRerouter
 from routepack.components.hierarchical_rerouter import HierarchicalRerouter
 from routepack.components.move_policy import AlwaysMove, MoveChoice, MoveIfItPays, MovePolicy, moved_between
-from routepack.components.packer import AttentionAwarePacker
-from routepack.components.rerouter import ExpertRerouter, IdentityRerouter
+from routepack.components.rerouter import IdentityRerouter
 from routepack.core.errors import ConfigError, PlanError
 from routepack.core.plans import SYNCS, ExpertPlacement, Packing, Topology
+from routepack.cost.evaluation import evaluate
+from routepack.cost.links import WindowNormalizedLinks
+from routepack.cost.models import CostModel, WindowNormalizedCost
 from routepack.planning.planner import Planner
 from routepack.planning.verification import verify
 from routepack.solvers.rank_loads import rank_load

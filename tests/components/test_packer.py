@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
-from routepack.cost.models import CostRates
 
-from routepack.components.packer import AttentionAwarePacker, FirstFitPacker, Packer, PackingProblem
+from routepack.components.attention_aware_packer import AttentionAwarePacker
+from routepack.components.packer import FirstFitPacker, Packer, PackingProblem
 from routepack.core.errors import ConfigError, InfeasibleError, PlanError
 from routepack.core.plans import SYNCS, Topology
+from routepack.cost.models import CostRates
 from routepack.solvers import greedy
 from routepack.testing import check_packer
 

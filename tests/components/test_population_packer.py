@@ -2,11 +2,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from routepack.cost.models import CostRates, evaluate
 
 from routepack.components.packer import FirstFitPacker, PackingProblem
 from routepack.components.population_packer import PopulationPacker
 from routepack.core.plans import SYNCS, Topology
+from routepack.cost.evaluation import evaluate
+from routepack.cost.models import CostRates
 from routepack.planning.planner import Planner
 from routepack.planning.verification import verify
 from routepack.solvers import start_packings

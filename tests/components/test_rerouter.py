@@ -3,7 +3,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from routepack.components.rerouter import ExpertRerouter, IdentityRerouter, Rerouter
+from routepack.components.expert_rerouter import ExpertRerouter
+from routepack.components.rerouter import IdentityRerouter, Rerouter
 from routepack.core.errors import ConfigError, PlanError
 from routepack.core.plans import Topology
 from routepack.testing import check_rerouter

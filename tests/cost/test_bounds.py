@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from routepack.cost.bounds import attention_bound, packing_bound, placement_bound, plan_bounds
-from routepack.cost.models import CostRates, WindowNormalizedCost
 
-from routepack.components.packer import AttentionAwarePacker
+from routepack.components.attention_aware_packer import AttentionAwarePacker
 from routepack.core.errors import InfeasibleError
 from routepack.core.plans import SYNCS, Topology
 from routepack.core.rollouts import RoutingDemand
+from routepack.cost.bounds import attention_bound, packing_bound, placement_bound, plan_bounds
+from routepack.cost.models import CostRates, WindowNormalizedCost
 from routepack.planning.planner import Planner
 
 

@@ -1,13 +1,14 @@
 import numpy as np
 import pytest
-from routepack.cost.calibration import TERMS, Forecaster, MeasuredCost, best_sync, calibrate, fit
-from routepack.cost.step_log import StepLoads, StepRecord
 
-from routepack.components.packer import AttentionAwarePacker, FirstFitPacker
+from routepack.components.attention_aware_packer import AttentionAwarePacker
+from routepack.components.packer import FirstFitPacker
 from routepack.components.rerouter import IdentityRerouter
 from routepack.core.errors import ConfigError, TraceError
 from routepack.core.plans import SYNCS, Topology
 from routepack.cost import calibration
+from routepack.cost.calibration import TERMS, Forecaster, MeasuredCost, best_sync, calibrate, fit
+from routepack.cost.step_log import StepLoads, StepRecord
 from routepack.planning.planner import Planner
 from routepack.testing import synthetic_demand
 

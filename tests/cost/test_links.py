@@ -4,6 +4,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from routepack.components.attention_aware_packer import AttentionAwarePacker
+from routepack.components.expert_rerouter import ExpertRerouter
+from routepack.components.hierarchical_rerouter import HierarchicalRerouter
+from routepack.components.rerouter import IdentityRerouter
+from routepack.core.errors import ConfigError
+from routepack.core.plans import SYNCS, Packing, Topology
+from routepack.core.rollouts import RoutingDemand
+from routepack.cost.evaluation import evaluate
 from routepack.cost.links import (
     FreeLinks,
     LinkSpeeds,
@@ -13,14 +22,7 @@ from routepack.cost.links import (
     nodes_per_group,
     traffic_of,
 )
-from routepack.cost.models import CostModel, CostRates, WindowNormalizedCost, evaluate, ranks_per_group
-
-from routepack.components.hierarchical_rerouter import HierarchicalRerouter
-from routepack.components.packer import AttentionAwarePacker
-from routepack.components.rerouter import ExpertRerouter, IdentityRerouter
-from routepack.core.errors import ConfigError
-from routepack.core.plans import SYNCS, Packing, Topology
-from routepack.core.rollouts import RoutingDemand
+from routepack.cost.models import CostModel, CostRates, WindowNormalizedCost, ranks_per_group
 from routepack.planning.planner import Planner
 from routepack.planning.verification import verify
 from routepack.testing import synthetic_batch, synthetic_demand

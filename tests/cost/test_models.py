@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
-from routepack.cost.models import CostModel, CostRates, WindowNormalizedCost, evaluate
 
 from routepack.core.errors import ConfigError
 from routepack.core.plans import SYNCS, Packing, Topology
 from routepack.core.rollouts import RoutingDemand
+from routepack.cost.evaluation import evaluate
+from routepack.cost.models import CostModel, CostRates, WindowNormalizedCost
 
 
 def even_window(sequences=16, layers=3, experts=8, top_k=2, length=40):

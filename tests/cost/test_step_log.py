@@ -2,11 +2,11 @@ import json
 
 import numpy as np
 import pytest
-from routepack.cost.step_log import StepLoads, StepRecord, load_steps
 
-from routepack.components.packer import AttentionAwarePacker
+from routepack.components.attention_aware_packer import AttentionAwarePacker
 from routepack.core.errors import ConfigError, TraceError
 from routepack.core.plans import Topology
+from routepack.cost.step_log import StepLoads, StepRecord, load_steps
 from routepack.planning.planner import Planner
 from routepack.testing import synthetic_demand
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from routepack.distributed.exchange_rows import RowExchange, RowMoves
 
 from routepack.core.errors import PlanError
+from routepack.distributed.exchange_rows import RowExchange, RowMoves
 
 
 def moved(shards, row_moves, staging_bytes=2**20):

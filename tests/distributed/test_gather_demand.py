@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from routepack.distributed.gather_demand import _check_permutation, collect_demand
 
 from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.errors import TraceError
+from routepack.distributed.gather_demand import _check_permutation, collect_demand
 
 HERE = Path(__file__).parent
 SPEC = importlib.util.spec_from_file_location("gathering_worker", HERE / "gathering_worker.py")

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from routepack import testing
-from routepack.components.packer import AttentionAwarePacker
-from routepack.components.rerouter import ExpertRerouter, IdentityRerouter
+from routepack.components.attention_aware_packer import AttentionAwarePacker
+from routepack.components.expert_rerouter import ExpertRerouter
+from routepack.components.rerouter import IdentityRerouter
 from routepack.core.errors import ConfigError, InfeasibleError, TraceError
 from routepack.core.plans import Topology
 from routepack.microbatches.materialize import microbatches

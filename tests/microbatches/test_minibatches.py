@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from routepack.components.packer import AttentionAwarePacker
+from routepack.components.attention_aware_packer import AttentionAwarePacker
 from routepack.core.errors import ConfigError, TraceError
 from routepack.core.plans import Topology
 from routepack.core.rollouts import RolloutBatch

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routepack.components.packer import AttentionAwarePacker, Packer
+from routepack.components.attention_aware_packer import AttentionAwarePacker
+from routepack.components.packer import Packer
 from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.errors import ConfigError, InfeasibleError, PlanError, TraceError
 from routepack.core.plans import ExpertPlacement, Topology

@@ -7,15 +7,16 @@ import itertools
 
 import numpy as np
 import pytest
-from routepack.cost.models import WindowNormalizedCost
 
 from routepack.components import baselines
-from routepack.components.packer import AttentionAwarePacker
+from routepack.components.attention_aware_packer import AttentionAwarePacker
 from routepack.components.rerouter import IdentityRerouter
 from routepack.core.errors import InfeasibleError
 from routepack.core.plans import SYNCS, Topology
 from routepack.core.rollouts import RoutingDemand
-from routepack.planning.planner import Planner, Search
+from routepack.cost.models import WindowNormalizedCost
+from routepack.planning.planner import Planner
+from routepack.planning.search import Search
 
 REROUTERS = [IdentityRerouter(), baselines.LPTRerouter(), baselines.EPLBRerouter()]
 

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from routepack.cost.models import CostModel, CostRates
 
-from routepack.components.packer import AttentionAwarePacker, FirstFitPacker, Packer
-from routepack.components.rerouter import ExpertRerouter, IdentityRerouter
+from routepack.components.attention_aware_packer import AttentionAwarePacker
+from routepack.components.expert_rerouter import ExpertRerouter
+from routepack.components.packer import FirstFitPacker, Packer
+from routepack.components.rerouter import IdentityRerouter
 from routepack.core.errors import ConfigError, InfeasibleError
 from routepack.core.plans import SYNCS, ExpertPlacement, Topology
 from routepack.core.rollouts import RoutingDemand
+from routepack.cost.models import CostModel, CostRates
 from routepack.planning.planner import Planner
 from routepack.planning.verification import verify
 from routepack.testing import synthetic_batch, synthetic_demand
@@ -248,7 +250,7 @@ def test_a_time_limit_is_kept_and_named():
 
 FIRST_PLAN = """
 import time
-from routepack.components.packer import AttentionAwarePacker
+from routepack.components.attention_aware_packer import AttentionAwarePacker
 from routepack.planning.planner import Planner
 from routepack.testing import synthetic_demand
 from routepack.core.plans import Topology

@@ -2,13 +2,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from routepack.cost.models import CostModel
 
-from routepack.components.packer import AttentionAwarePacker
-from routepack.components.rerouter import ExpertRerouter
+from routepack.components.attention_aware_packer import AttentionAwarePacker
+from routepack.components.expert_rerouter import ExpertRerouter
 from routepack.core.errors import ConfigError, PlanError
 from routepack.core.plans import SYNCS, Certificate, ExpertPlacement, Packing, PackingRules, Topology
 from routepack.core.rollouts import RoutingDemand
+from routepack.cost.models import CostModel
 from routepack.planning.planner import Planner
 from routepack.planning.verification import verify
 from routepack.testing import synthetic_demand

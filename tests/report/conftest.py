@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from routepack.cost.links import WindowNormalizedLinks
 
 from routepack import testing
-from routepack.components.packer import AttentionAwarePacker
+from routepack.components.attention_aware_packer import AttentionAwarePacker
 from routepack.core.plans import Certificate, Topology
+from routepack.cost.links import WindowNormalizedLinks
 from routepack.planning.planner import Planner
 
 BINARIES = ("chromium", "chromium-browser", "google-chrome", "chrome")

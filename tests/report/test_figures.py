@@ -66,8 +66,7 @@ def test_layer_loads_agree_with_a_recount(plan, demand):
 
 
 def test_the_baseline_packing_is_the_one_that_was_priced(plan, window):
-    from routepack.cost.models import evaluate
-
+    from routepack.cost.evaluation import evaluate
     from routepack.solvers.rank_loads import rank_load
 
     demand = RoutingDemandCollector().collect(window)
@@ -99,7 +98,7 @@ def test_the_worst_layers_come_first(plan, demand):
 
 def test_devices_that_share_a_data_rank_have_rows_of_their_own():
     demand = testing.synthetic_demand(num_sequences=32, max_length=64)
-    from routepack.components.packer import AttentionAwarePacker
+    from routepack.components.attention_aware_packer import AttentionAwarePacker
     from routepack.core.plans import Topology
     from routepack.planning.planner import Planner
 

@@ -4,14 +4,14 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from routepack.cost.flops import flops_cost
 
 from routepack import testing
-from routepack.components.packer import AttentionAwarePacker
+from routepack.components.attention_aware_packer import AttentionAwarePacker
 from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.errors import ConfigError, PlanError
 from routepack.core.plans import ExpertPlacement, Topology
 from routepack.core.rollouts import RoutingDemand
+from routepack.cost.models import CostModel
 from routepack.planning.planner import Planner
 from routepack.report import figures, render_report, write_report
 
@@ -157,7 +157,7 @@ def test_seconds_get_a_unit():
     plan = Planner(
         topology=Topology(data_parallel_degree=4, expert_parallel_degree=2),
         packer=AttentionAwarePacker(max_tokens=512),
-        cost_model=flops_cost("qwen3_30b_a3b", device="h200"),
+        cost_model=CostModel.for_model("qwen3_30b_a3b", device="h200"),
         num_proposals=500,
     ).plan(demand)
     page = render_report(plan, demand)

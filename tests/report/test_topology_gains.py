@@ -1,7 +1,7 @@
 import pytest
 
 from routepack import testing
-from routepack.components.packer import AttentionAwarePacker
+from routepack.components.attention_aware_packer import AttentionAwarePacker
 from routepack.core.errors import ConfigError
 from routepack.core.plans import Topology
 from routepack.planning.planner import Planner

@@ -3,9 +3,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from routepack.cost.models import CostRates, evaluate
 
 from routepack.core.plans import SYNCS, Packing, Topology
+from routepack.cost.evaluation import evaluate
+from routepack.cost.models import CostRates
 from routepack.solvers import anneal
 from routepack.solvers.greedy import longest_first
 from routepack.solvers.packing_state import JoinedLayout, Layout, Weights

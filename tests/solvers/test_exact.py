@@ -4,10 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
-from routepack.cost.models import CostRates, evaluate
 
 from routepack.components.modalities import aligned
 from routepack.core.plans import SYNCS, Packing, Topology
+from routepack.cost.evaluation import evaluate
+from routepack.cost.models import CostRates
 from routepack.solvers import exact
 from routepack.solvers.packing_state import Weights
 from routepack.solvers.rank_loads import rank_load

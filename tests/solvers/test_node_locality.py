@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from routepack.cost.links import traffic_of
 
 from routepack.core.plans import Topology
+from routepack.cost.links import traffic_of
 from routepack.solvers.node_locality import Group, Prices, hierarchical_ranks, refine_near, seat_cells, swap_sequences
 from routepack.solvers.placement import keep_in_place
 from routepack.solvers.rank_loads import node_copies

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from routepack.cost.bounds import placement_bound
 
+from routepack.cost.bounds import placement_bound
 from routepack.solvers import _placement_kernels
 from routepack.solvers.placement import anneal_ranks, balanced_ranks, keep_in_place, refine_ranks, slots_of_ranks
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import windows
 from torch.distributed.tensor import DTensor
 
-from routepack.components.packer import AttentionAwarePacker
+from routepack.components.attention_aware_packer import AttentionAwarePacker
 from routepack.core.errors import PlanError, RankLostError, RoutePackError
 from routepack.core.plans import ExpertPlacement, Plan, Topology
 from routepack.core.rollouts import RolloutBatch
@@ -33,11 +33,11 @@ from routepack.microbatches import materialize
 from routepack.planning.planner import Planner
 from routepack.testing import synthetic_batch
 from routepack.torchtitan.launch.launch import build_experiment, load
-from routepack.torchtitan.model import initialization, invariance, models, overrides
 from routepack.torchtitan.model.experts import TritonExperts
 from routepack.torchtitan.model.models import TinyQwen3MoE, build_local_model
 from routepack.torchtitan.moves import expert_moves
 from routepack.torchtitan.rl.rl_run import RLRun
+from routepack.torchtitan.trainer import initialization, invariance, models, overrides
 from routepack.torchtitan.trainer import settings as settings_module
 from routepack.torchtitan.trainer.reference_policy import ReferencePolicy
 from routepack.torchtitan.trainer.settings import TrainerSettings

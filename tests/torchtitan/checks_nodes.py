@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from routepack.core.config import load
 from routepack.core.rollouts import RolloutBatch
 from routepack.torchtitan.launch.launch import experiment_of
-from routepack.torchtitan.model.memory import estimate_memory
 from routepack.torchtitan.model.models import TinyQwen3MoE, TrainedModel
 from routepack.torchtitan.recorded.recorded_run import TraceRun
+from routepack.torchtitan.trainer.memory import estimate_memory
 from routepack.torchtitan.trainer.settings import TrainerSettings
 from routepack.torchtitan.trainer.trainer import RoutePackTrainer
 from routepack.traces.trace_files import concatenate

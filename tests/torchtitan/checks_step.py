@@ -11,12 +11,12 @@ import numpy as np
 import torch.distributed as dist
 import windows
 from checks import build_trainer, check, message_of, topology_of
-from routepack.distributed.exchange_sequences import HeldSequences
 from windows import plan_of
 
 from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.rollouts import RolloutBatch
 from routepack.distributed import exchange_sequences
+from routepack.distributed.exchange_sequences import HeldSequences
 from routepack.microbatches import minibatches
 from routepack.microbatches.materialize import microbatches
 from routepack.torchtitan.moves import expert_moves

@@ -7,8 +7,8 @@ import os
 import signal
 from dataclasses import dataclass
 
+from routepack.components.expert_rerouter import ExpertRerouter
 from routepack.distributed import collectives
-from routepack.components.rerouter import ExpertRerouter
 from routepack.torchtitan.checkpoints import logical_order
 from routepack.training import folders
 from routepack.training.tasks import CountingTask

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
-from routepack.cli.main import app, main
 
+from routepack.cli.main import app, main
 from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.errors import ConfigError
 from routepack.planning.verification import verify

@@ -7,7 +7,7 @@ import torch
 from routepack.integrations.live import LiveRoutes
 from routepack.torchtitan.model.models import TinyQwen3MoE, build_local_model
 from routepack.torchtitan.model.overrides import ReplayRouter, recorded_routes, routes_of
-from routepack.torchtitan.rl.rollout import LocalPolicy, random_numbers
+from routepack.torchtitan.rl.sampling import LocalPolicy, random_numbers
 
 TINY = TinyQwen3MoE(vocab_size=12, dim=32, moe_hidden_dim=32, num_layers=3, num_experts=8, max_seq_len=40)
 LENGTHS = [7, 1, 12]

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from routepack.cli.main import app, main
-from routepack.cost.models import CostModel
 
+from routepack.cli.main import app, main
 from routepack.core.config import load
 from routepack.core.errors import ConfigError
 from routepack.core.plans import ExpertPlacement
+from routepack.cost.models import CostModel
 from routepack.torchtitan.launch.launch import check_world_size, experiment_of
 
 HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ import torch
 from routepack.core.errors import ConfigError
 from routepack.torchtitan.model.models import TinyQwen3MoE, build_local_model
 from routepack.torchtitan.model.overrides import recorded_routes, routes_of
-from routepack.torchtitan.rl.rollout import LocalPolicy, random_numbers, sampled_tokens
+from routepack.torchtitan.rl.sampling import LocalPolicy, random_numbers, sampled_tokens
 
 MODEL = TinyQwen3MoE(vocab_size=12, dim=32, moe_hidden_dim=32, num_layers=3, num_experts=8, max_seq_len=40)
 PROMPTS = [np.asarray(tokens) for tokens in ([3], [4, 5, 6], [7, 8], [3, 4, 5, 6, 7], [9, 9, 9], [10, 1])]

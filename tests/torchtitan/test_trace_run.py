@@ -9,10 +9,10 @@ import traces
 import windows
 from safetensors.numpy import load_file
 
-from routepack.torchtitan.model import cpu_device
 from routepack.core.config import load
 from routepack.core.errors import ConfigError, TraceError
 from routepack.torchtitan.launch.launch import check_devices, experiment_of, torchrun
+from routepack.torchtitan.model import cpu_device
 from routepack.torchtitan.model.models import TinyQwen3MoE
 from routepack.torchtitan.recorded.recorded_config import UpdateSettings, load_training_window
 from routepack.traces.trace_files import load_trace, save_trace

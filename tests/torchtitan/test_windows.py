@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routepack.torchtitan.rl.rl_windows import demonstration_window, even_demand, graded_window, group_advantages
-from routepack.torchtitan.rl.rollout import Rollout
+from routepack.training.rollout import Rollout
 from routepack.training.tasks import CountingTask
 
 TASK = CountingTask(alphabet_sizes=[16], max_answer_symbols=12, exact_share=0.0, stutter_probability=0.3)

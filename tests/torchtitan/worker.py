@@ -22,6 +22,7 @@ def main(folder: Path, rank: int, world_size: int) -> None:
     import checks_step  # noqa: F401
     import torch.distributed as dist
     from checks import CHECKS
+
     from routepack.distributed.collectives import leave
 
     # A file joins the ranks: unlike a port it cannot be taken by somebody else between choosing and using it.

@@ -5,8 +5,8 @@ import re
 
 import numpy as np
 import pytest
-from routepack.cli.main import app, main
 
+from routepack.cli.main import app, main
 from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.report.trace_statistics import inspect_routing
 from routepack.traces.formats import ModelRouting, convert, load

@@ -4,12 +4,12 @@ import sys
 
 import torch
 import torch.distributed as dist
-from routepack.distributed.collectives import leave
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from routepack.distributed.collectives import leave
 from routepack.triton_kernels import PermutedExperts, PermutedMoE, grouped_experts
 from routepack.triton_kernels.testing import random_problem
 

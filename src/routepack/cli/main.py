@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from routepack.core.config import check_keys, load
+from routepack.core.config import check_keys, load, split_layers
 from routepack.core.errors import ConfigError, PlanError, RoutePackError, TraceError
 from routepack.core.files import atomic_path, check_out
 
@@ -348,12 +348,6 @@ def _progress(source: Path) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"Reading {source.name}", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def split_layers(layers: list[str]) -> tuple[list[str], list[str]]:
-    """Config files and overrides; an argument with ``=`` is an override unless a file has that name."""
-    overrides = [layer for layer in layers if "=" in layer and not Path(layer).exists()]
-    return [layer for layer in layers if layer not in overrides], overrides
 
 
 def plan_table(plan: Any) -> Table:

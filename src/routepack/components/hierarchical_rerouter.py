@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from routepack.components.rerouter import ExpertRerouter
+from routepack.components.expert_rerouter import ExpertRerouter
 from routepack.core.checks import real
 from routepack.core.plans import ExpertPlacement, Packing, Sync, Topology
 from routepack.core.rollouts import RoutingDemand

@@ -12,8 +12,9 @@ import numpy as np
 from routepack.core.checks import real, whole
 from routepack.core.errors import ConfigError, PlanError
 from routepack.core.plans import ExpertPlacement, Topology
+from routepack.cost.evaluation import Evaluation, by_layer
 from routepack.cost.links import node_of_ranks
-from routepack.cost.models import CostRates, Evaluation, by_layer
+from routepack.cost.models import CostRates
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from routepack.components.packer import AttentionAwarePacker, PackingProblem
+from routepack.components.attention_aware_packer import AttentionAwarePacker
+from routepack.components.packer import PackingProblem
 from routepack.cost.models import ranks_per_group
 
 

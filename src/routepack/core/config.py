@@ -46,6 +46,12 @@ def load(paths: Iterable[str | Path], overrides: Iterable[str] = ()) -> DictConf
     return config
 
 
+def split_layers(layers: list[str]) -> tuple[list[str], list[str]]:
+    """Config files and overrides; an argument with ``=`` is an override unless a file has that name."""
+    overrides = [layer for layer in layers if "=" in layer and not Path(layer).exists()]
+    return [layer for layer in layers if layer not in overrides], overrides
+
+
 def build(config: DictConfig, section: str, *, base: type[T], default: type[T] | None = None) -> T:
     """Build the component that *section* names: an instance of its ``_target_``, which must be a *base*.
 

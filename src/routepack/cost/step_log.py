@@ -19,7 +19,8 @@ from routepack.core.checks import real
 from routepack.core.errors import ConfigError, TraceError
 from routepack.core.plans import Plan
 from routepack.core.rollouts import RoutingDemand
-from routepack.cost.models import num_packed_groups, ranks_per_group, sums_by
+from routepack.cost.evaluation import sums_by
+from routepack.cost.models import num_packed_groups, ranks_per_group
 
 FORMAT = "routepack.steps/1"
 _ARRAYS = {"tokens_MW": 2, "pairs_MW": 2, "rows_MG": 2, "joined_rows_M": 1}

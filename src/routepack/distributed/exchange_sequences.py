@@ -84,8 +84,8 @@ def to_planned_ranks(held: HeldSequences, plan: Plan) -> HeldSequences:
 def microbatches(plan: Plan, held: HeldSequences, rank: int, *, pad_to_multiple_of: int = 1) -> list[Microbatch]:
     """The M microbatches of data-parallel rank *rank*, which holds what *plan* wants it to train.
 
-    As :func:`routepack.microbatches.materialize.microbatches` gives them of the whole window, bit for bit; only ``target_index_n`` counts
-    the tokens that the rank holds.
+    They equal those that :func:`routepack.microbatches.materialize.microbatches` makes of the whole window, bit for bit;
+    only ``target_index_n`` counts the tokens that the rank holds.
     """
     position = {int(number): place for place, number in enumerate(held.sequences_S)}
     cells = [plan.packing.sequences_of(m, rank) for m in range(plan.num_microbatches)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from routepack.components.packer import AttentionAwarePacker
+from routepack.components.attention_aware_packer import AttentionAwarePacker
 from routepack.components.rerouter import IdentityRerouter
 from routepack.core.arrays import to_numpy
 from routepack.core.checks import instance, whole

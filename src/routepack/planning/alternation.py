@@ -10,15 +10,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from routepack.core.plans import ExpertPlacement, Packing
 from routepack.cost import models
-
-if TYPE_CHECKING:
-    from routepack.planning.planner import Candidate, Search
+from routepack.planning.search import Candidate, Search
 
 PHASE_PROPOSALS, LARGE_WINDOW, LARGE_PHASE_PROPOSALS = 64, 16_384, 256
 """Proposals of a phase, per sequence; and in windows of at least so many sequences, whose rows no cache holds."""

@@ -13,7 +13,38 @@ from routepack.components.packer import Packer, PackingProblem
 from routepack.components.rerouter import Rerouter
 from routepack.core.plans import ExpertPlacement, Packing, Topology
 from routepack.core.rollouts import RoutingDemand
-from routepack.cost import bounds, models
+from routepack.cost import bounds, evaluation, models
+from routepack.planning import alternation
+from routepack.planning.search import Candidate, Search
+
+ROUNDING = 1e-9
+"""By so much a bound may exceed a value that it equals."""
+
+
+def candidates(search: Search, known: float) -> Iterator[Candidate]:
+    """What the baselines would plan where it can be worth less than *known*, the best value so far.
+
+    A search that falls behind one of them takes its plan. Most cannot, by their attention term and the least that
+    their placement's experts cost, and are not priced.
+    """
+    packings = None
+    for rerouter in rerouters_beside(search.rerouter):
+        placement, load_SRL = rerouter.place(search.demand.tokens_LE, search.topology), None
+        expert = least_expert(placement, search.demand, search.topology, search.rates)
+        packings = peer_packings(search) if packings is None else packings
+        for packing, attention in packings:
+            if attention + expert < known * (1 + ROUNDING):
+                load_SRL = search.load_of(placement) if load_SRL is None else load_SRL
+                yield from alternation.dealt(search, search.priced(placement, packing, load_SRL), load_SRL)
+
+
+def peer_packings(search: Search) -> list[tuple[Packing, float]]:
+    """The baselines' packings, with the attention term of each."""
+    problem = search.problem(np.zeros((search.demand.num_sequences, 1, 1), dtype=np.int32))
+    return [
+        (packing, least_attention(packing, search.demand.length_S, search.topology, search.rates))
+        for packing in packings_beside(search.packer, problem)
+    ]
 
 
 def rerouters_beside(rerouter: Rerouter) -> tuple[Rerouter, ...]:
@@ -36,7 +67,7 @@ def least_attention(packing: Packing, length_S: np.ndarray, topology: Topology, 
     """The attention term of a packing's mean group, which joining groups and dealing units anew can only exceed or equal."""
     nothing_SRL = np.zeros((len(length_S), topology.expert_parallel_degree, 1), dtype=np.int32)
     priced = {"length_S": length_S, "packing": packing, "topology": topology, "rates": rates}
-    return models.evaluate(load_SRL=nothing_SRL, sync="step", **priced).terms[0]
+    return evaluation.evaluate(load_SRL=nothing_SRL, sync="step", **priced).terms[0]
 
 
 def least_expert(placement: ExpertPlacement, demand: RoutingDemand, topology: Topology, rates: models.CostRates) -> float:

@@ -7,9 +7,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from routepack.components.attention_aware_packer import AttentionAwarePacker
+from routepack.components.expert_rerouter import ExpertRerouter
 from routepack.components.move_policy import AlwaysMove, MovePolicy
-from routepack.components.packer import AttentionAwarePacker, Packer
-from routepack.components.rerouter import ExpertRerouter, Rerouter
+from routepack.components.packer import Packer
+from routepack.components.rerouter import Rerouter
 from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.config import build, instantiate
 from routepack.core.plans import Topology

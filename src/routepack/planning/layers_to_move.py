@@ -6,7 +6,6 @@ Letters: :mod:`routepack.core`.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,9 +14,7 @@ from routepack.core.errors import PlanError
 from routepack.core.plans import ExpertPlacement, Packing
 from routepack.cost.links import nodes_per_group
 from routepack.planning import alternation
-
-if TYPE_CHECKING:
-    from routepack.planning.planner import Candidate, Search
+from routepack.planning.search import Candidate, Search
 
 
 def moved_on(

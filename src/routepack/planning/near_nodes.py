@@ -5,14 +5,10 @@ Letters: :mod:`routepack.core`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from routepack.components.hierarchical_rerouter import group_of
 from routepack.core.plans import ExpertPlacement, Packing
 from routepack.cost.links import nodes_per_group
-
-if TYPE_CHECKING:
-    from routepack.planning.planner import Candidate, Search
+from routepack.planning.search import Candidate, Search
 
 ROUNDS = 3
 """Times that sequences are seated and experts placed anew."""

@@ -14,7 +14,8 @@ from routepack.components.packer import FirstFitPacker, PackingProblem
 from routepack.core.plans import ExpertPlacement, Packing, Plan
 from routepack.core.rollouts import RoutingDemand
 from routepack.cost.bounds import placement_bound
-from routepack.cost.models import CostRates, evaluate, num_packed_groups, ranks_per_group, sums_by
+from routepack.cost.evaluation import evaluate, sums_by
+from routepack.cost.models import CostRates, num_packed_groups, ranks_per_group
 from routepack.solvers.rank_loads import rank_load
 
 WORST = 8

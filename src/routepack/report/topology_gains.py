@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from routepack.components.packer import AttentionAwarePacker
+from routepack.components.attention_aware_packer import AttentionAwarePacker
 from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.checks import whole
 from routepack.core.errors import RoutePackError
 from routepack.core.plans import Plan, Sync, Topology
 from routepack.core.rollouts import RolloutBatch, RoutingDemand
 from routepack.cost.models import CostModel, WindowNormalizedCost
-from routepack.planning.planner import Planner, default_proposals
+from routepack.planning.planner import Planner
+from routepack.planning.search import default_proposals
 
 QUICK_SHARE = 0.1
 """Share of a plan's usual proposals that a look at one topology takes."""

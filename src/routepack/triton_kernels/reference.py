@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from einops import einsum
 from torch import Tensor
 
 
 def expert_outputs(x_ND: Tensor, w1_EFD: Tensor, w3_EFD: Tensor, w2_EDF: Tensor) -> Tensor:
     """[N, E, D]: what every expert makes of every row."""
-    gate_NEF = einsum(x_ND, w1_EFD, "n d, e f d -> n e f")
-    up_NEF = einsum(x_ND, w3_EFD, "n d, e f d -> n e f")
-    return einsum(F.silu(gate_NEF) * up_NEF, w2_EDF, "n e f, e d f -> n e d")
+    gate_NEF = torch.einsum("nd,efd->nef", x_ND, w1_EFD)
+    up_NEF = torch.einsum("nd,efd->nef", x_ND, w3_EFD)
+    return torch.einsum("nef,edf->ned", F.silu(gate_NEF) * up_NEF, w2_EDF)
 
 
 def moe_experts(
@@ -28,7 +27,7 @@ def moe_experts(
     weight_TE = torch.where(chosen_TKE, topk_scores_TK[..., None].to(x_TD.dtype), 0).sum(dim=1)
     output_TED = expert_outputs(x_TD, w1_EFD, w3_EFD, w2_EDF)
     output_TED = torch.where(chosen_TKE.any(dim=1)[..., None], output_TED, 0)
-    return einsum(output_TED, weight_TE, "t e d, t e -> t d")
+    return torch.einsum("ted,te->td", output_TED, weight_TE)
 
 
 def grouped_experts(rows_RD: Tensor, counts_E: Tensor, w1_EFD: Tensor, w3_EFD: Tensor, w2_EDF: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Checkpoints that do not depend on where the experts are, and that are whole or absent.
 
 TorchTitan's manager of distributed checkpoints, with three changes. Experts are written in logical order and read into the
-slots of whatever placement holds (:mod:`~routepack.torchtitan.checkpoints.logical_order`), so ranks, EP degree and placement may
-differ between a save and a load, and a checkpoint can be exchanged with TorchTitan's own. The placement is saved beside
-them. And a checkpoint is written under another name and renamed once it is complete.
+slots of whatever placement holds (:mod:`~routepack.torchtitan.checkpoints.logical_order`), so ranks, EP degree and
+placement may differ between a save and a load, and a checkpoint can be exchanged with TorchTitan's own. The placement is
+saved beside them. And a checkpoint is written under another name and renamed once it is complete.
 """
 
 from __future__ import annotations

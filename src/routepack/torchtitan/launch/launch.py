@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from routepack.core.config import load
+from routepack.core.config import load, split_layers
 from routepack.core.errors import ConfigError, RoutePackError
 from routepack.core.files import atomic_path
 from routepack.distributed import collectives
@@ -290,8 +290,6 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """One rank, with the layers that ``routepack train`` was given."""
-    from routepack.cli.main import split_layers
-
     orphans.end_with_launcher()
     try:
         train(*split_layers(list(arguments)))

@@ -19,10 +19,10 @@ from routepack.core.rollouts import RolloutBatch
 from routepack.distributed import collectives
 from routepack.report.plan_metrics import plan_metrics
 from routepack.torchtitan.recorded.recorded_config import TraceExperiment, load_training_window
-from routepack.torchtitan.trainer.shared_planner import SharedPlanner
 from routepack.torchtitan.trainer.trainer import RoutePackTrainer
 from routepack.training.phase_clock import Clock
 from routepack.training.progress import WindowProgress
+from routepack.training.shared_planner import SharedPlanner
 
 
 @dataclass(kw_only=True, eq=False)

@@ -19,8 +19,8 @@ from routepack.planning.background import MIN_READY_SECONDS
 from routepack.planning.from_config import PLANNER_KEYS, build_planner
 from routepack.planning.planner import Planner
 from routepack.torchtitan.model import cpu_device
-from routepack.torchtitan.model.memory import MemoryEstimate, estimate_memory
 from routepack.torchtitan.model.models import TinyQwen3MoE, TrainedModel, num_experts_of
+from routepack.torchtitan.trainer.memory import MemoryEstimate, estimate_memory
 from routepack.torchtitan.trainer.settings import TrainerSettings
 from routepack.training.losses import GRPOTokenLoss, TokenLoss
 from routepack.training.tasks import CountingTask, Task

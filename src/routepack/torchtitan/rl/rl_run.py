@@ -21,14 +21,14 @@ from routepack.distributed import collectives
 from routepack.report.plan_metrics import plan_metrics
 from routepack.torchtitan.rl.rl_config import RLExperiment
 from routepack.torchtitan.rl.rl_windows import demonstration_window, even_demand, graded_window
-from routepack.torchtitan.rl.rollout import LocalPolicy, random_numbers
-from routepack.torchtitan.rl.share_rollouts import gather_rollouts
-from routepack.torchtitan.trainer.shared_planner import SharedPlanner
+from routepack.torchtitan.rl.sampling import LocalPolicy, random_numbers
 from routepack.torchtitan.trainer.trainer import RoutePackTrainer
 from routepack.traces.trace_files import save_plan, save_trace
 from routepack.training.losses import CrossEntropyTokenLoss
 from routepack.training.phase_clock import Clock
 from routepack.training.progress import Progress
+from routepack.training.share_rollouts import gather_rollouts
+from routepack.training.shared_planner import SharedPlanner
 
 DEMONSTRATED, PROMPTED, SAMPLED, WARMUP_PROMPTED = range(4)
 """What a stream of random numbers is for: the second number of its seed, after the experiment's."""

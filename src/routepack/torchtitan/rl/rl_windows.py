@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from routepack.core.rollouts import RolloutBatch, RoutingDemand, id_dtype
-from routepack.torchtitan.rl.rollout import Rollout
+from routepack.training.rollout import Rollout
 from routepack.training.tasks import Prompt, Task
 
 

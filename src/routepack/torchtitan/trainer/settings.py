@@ -27,9 +27,9 @@ from torchtitan.tools import filesystem
 from routepack.core.checks import real, whole
 from routepack.core.errors import ConfigError
 from routepack.torchtitan.checkpoints.checkpoint import PlacedCheckpointManager
-from routepack.torchtitan.model.invariance import make_invariant
 from routepack.torchtitan.model.models import TrainedModel, num_experts_of
 from routepack.torchtitan.moves.expert_moves import STAGING_BYTES
+from routepack.torchtitan.moves.invariance import make_invariant
 
 LEAST_STAGING_BYTES = 2**16
 _RECOMPUTE: dict[str, type[ActivationCheckpointing] | None] = {"none": None, "selective": SelectiveAC, "full": FullAC}

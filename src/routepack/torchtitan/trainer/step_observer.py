@@ -60,8 +60,8 @@ class StepObserver:
     def finish(self, plan: Plan, microbatches: np.ndarray, seconds: float, step: int) -> dict[str, float]:
         """A step on these *microbatches* of a plan is over: its figures, the same on every rank. Collective.
 
-        ``step_seconds`` of the slowest rank; ``moe/``: :func:`~routepack.report.plan_metrics.load_violations` over all rows but padding,
-        :func:`~routepack.report.plan_metrics.rank_imbalance` of the ranks' rows as they were, and ``moe/unmoved_imbalance_*`` as they would
+        ``step_seconds`` of the slowest rank; ``moe/``: ``load_violations`` over all rows but padding, ``rank_imbalance`` of
+        the ranks' rows as they were (:mod:`~routepack.report.plan_metrics`), and ``moe/unmoved_imbalance_*`` as they would
         have been with the same sequences in the same cells and every expert where it started;
         ``predicted_seconds/<sync>`` and ``prediction_error/<sync>``, once enough steps were seen.
         """

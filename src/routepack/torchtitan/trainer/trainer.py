@@ -29,9 +29,10 @@ from routepack.distributed import collectives
 from routepack.microbatches import minibatches
 from routepack.microbatches.materialize import Microbatch
 from routepack.torchtitan.checkpoints import huggingface
-from routepack.torchtitan.model import initialization, overrides
+from routepack.torchtitan.model import overrides
 from routepack.torchtitan.model.models import TrainedModel, check_names, checked, moe_layer_ids, num_experts_of
 from routepack.torchtitan.moves import expert_moves
+from routepack.torchtitan.trainer import initialization
 from routepack.torchtitan.trainer.microbatch_tensors import ReplayedMicrobatch
 from routepack.torchtitan.trainer.settings import StepMetrics, TrainerSettings, config_fields, start_alone
 from routepack.torchtitan.trainer.step_observer import StepObserver, TokenMeans

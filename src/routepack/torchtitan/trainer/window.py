@@ -18,7 +18,7 @@ from routepack.torchtitan.trainer.microbatch_tensors import num_trained_tokens
 from routepack.torchtitan.trainer.trainable_tokens import TokenCheck
 
 Window = RolloutBatch | HeldSequences
-"""The whole window, the same on every rank; or what :func:`routepack.distributed.exchange_sequences.to_planned_ranks` gave this rank."""
+"""The whole window, the same on every rank; or the part that :mod:`routepack.distributed.exchange_sequences` gave this rank."""
 
 
 def own_batch(window: Window) -> RolloutBatch:

@@ -10,6 +10,7 @@ from routepack.core.files import check_out
 from routepack.traces.formats.import_options import Imported
 from routepack.traces.formats.model_routing import ModelRouting
 from routepack.traces.formats.sources import open_source
+from routepack.traces.formats.stack_modules import stack_module
 from routepack.traces.trace_files import save_trace
 
 
@@ -22,8 +23,6 @@ def read(
     **options: Any,
 ) -> Imported:
     """Read *source*, a file or folder in *stack*'s form; *options* go to the stack's ``load``."""
-    from routepack.traces.formats import stack_module
-
     return stack_module(stack).load(open_source(source, progress), model, **options)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,9 +11,7 @@ from routepack.core.arrays import to_numpy
 from routepack.core.checks import whole
 from routepack.core.errors import TraceError
 from routepack.traces.formats.import_options import ImportReport
-
-if TYPE_CHECKING:
-    from routepack.traces.formats.assembler import RecordedSequence
+from routepack.traces.formats.recorded_sequence import RecordedSequence
 
 
 def value_of(record: Any, *names: str) -> Any:

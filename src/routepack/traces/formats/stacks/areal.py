@@ -15,13 +15,14 @@ import numpy as np
 from routepack.core.arrays import to_numpy
 from routepack.core.errors import ConfigError, TraceError
 from routepack.core.rollouts import RolloutBatch
-from routepack.traces.formats.assembler import Assembler, RecordedSequence, Segment
+from routepack.traces.formats.assembler import Assembler
 from routepack.traces.formats.convention import Convention, Reason
 from routepack.traces.formats.exporting import rows_of, sequence_records
 from routepack.traces.formats.fields import flat_array, no_tokens, records_of, value_of, whole_numbers
 from routepack.traces.formats.import_options import STRICT, Imported, ImportOptions
 from routepack.traces.formats.model_routing import ModelRouting
 from routepack.traces.formats.payloads import checked_ids, decoded
+from routepack.traces.formats.recorded_sequence import RecordedSequence, Segment
 from routepack.traces.formats.travelling import travelling
 
 CONVENTION = Convention(

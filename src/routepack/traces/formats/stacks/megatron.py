@@ -16,12 +16,13 @@ import numpy as np
 from routepack.core.arrays import to_numpy
 from routepack.core.errors import TraceError
 from routepack.core.rollouts import RolloutBatch, id_dtype
-from routepack.traces.formats.assembler import Assembler, RecordedSequence, Segment
+from routepack.traces.formats.assembler import Assembler
 from routepack.traces.formats.convention import Convention
 from routepack.traces.formats.exporting import rows_of
 from routepack.traces.formats.fields import records_of, value_of, whole_of
 from routepack.traces.formats.import_options import STRICT, Imported, ImportOptions
 from routepack.traces.formats.model_routing import ModelRouting
+from routepack.traces.formats.recorded_sequence import RecordedSequence, Segment
 from routepack.traces.formats.tensors import check_offsets, whole_numbers
 
 CONVENTION = Convention(stack="megatron", switch="run with --moe-routing-trace-path")

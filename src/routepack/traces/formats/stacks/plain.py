@@ -12,13 +12,14 @@ import numpy as np
 
 from routepack.core.errors import TraceError
 from routepack.core.rollouts import RolloutBatch
-from routepack.traces.formats.assembler import Assembler, RecordedSequence, Segment
+from routepack.traces.formats.assembler import Assembler
 from routepack.traces.formats.convention import Convention, Reason
 from routepack.traces.formats.exporting import rows_of, sequence_records
 from routepack.traces.formats.fields import flat_array, num_tokens_of, records_of, value_of, whole_numbers
 from routepack.traces.formats.import_options import STRICT, Imported, ImportOptions
 from routepack.traces.formats.model_routing import ModelRouting
 from routepack.traces.formats.payloads import decoded
+from routepack.traces.formats.recorded_sequence import RecordedSequence, Segment
 from routepack.traces.formats.tensors import check_offsets, lengths_of, padded_ids, row_mask
 from routepack.traces.formats.travelling import travelling
 

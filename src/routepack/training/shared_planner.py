@@ -14,7 +14,7 @@ from routepack.core.rollouts import RolloutBatch
 from routepack.distributed import collectives
 from routepack.planning.background import BackgroundPlanner
 from routepack.planning.planner import Planner
-from routepack.torchtitan.rl.rollout import Rollout
+from routepack.training.rollout import Rollout
 
 
 @dataclass(kw_only=True, eq=False)

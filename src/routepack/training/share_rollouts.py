@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from routepack.distributed.collectives import gather_bytes
-from routepack.torchtitan.rl.rollout import Rollout
+from routepack.training.rollout import Rollout
 
 
 def gather_rows(rows: np.ndarray, *, device: torch.device | str = "cpu") -> np.ndarray:
