@@ -33,11 +33,12 @@ from routepack.microbatches import materialize
 from routepack.planning.planner import Planner
 from routepack.testing import synthetic_batch
 from routepack.torchtitan.launch.launch import build_experiment, load
+from routepack.torchtitan.model import models, overrides
 from routepack.torchtitan.model.experts import TritonExperts
 from routepack.torchtitan.model.models import TinyQwen3MoE, build_local_model
-from routepack.torchtitan.moves import expert_moves
+from routepack.torchtitan.moves import expert_moves, invariance
 from routepack.torchtitan.rl.rl_run import RLRun
-from routepack.torchtitan.trainer import initialization, invariance, models, overrides
+from routepack.torchtitan.trainer import initialization
 from routepack.torchtitan.trainer import settings as settings_module
 from routepack.torchtitan.trainer.reference_policy import ReferencePolicy
 from routepack.torchtitan.trainer.settings import TrainerSettings

@@ -46,7 +46,7 @@ def graded_window(
             "advantages": np.repeat(advantages_S, lengths_S).astype(np.float32),
         },
         sequence_fields={"rewards": rewards_S.astype(np.float32)},
-        source="routepack.torchtitan.rl.rollout",
+        source="routepack.torchtitan.rl.sampling",
         weights_version=weights_version,
     )
 
