@@ -180,6 +180,10 @@ def checked_value(name: str, value: Any, hint: Any, *, error: type[RoutePackErro
             raise error(f"{name}={value!r} must hold {len(each)} values.")
         return tuple(checked_value(name, one, kind, error=error) for one, kind in zip(value, each, strict=True))
     kind = origin or hint
+    if kind is Mapping and isinstance(value, Mapping):
+        for key, one in value.items():
+            checked_value(f"{name}[{key!r}]", one, typing.get_args(hint)[1], error=error)
+        return value
     if inspect.isclass(kind) and kind is not Any:
         instance(name, value, kind, error=error)
     return value
