@@ -13,7 +13,8 @@ from routepack.core.plans import ExpertPlacement, Topology
 from routepack.core.rollouts import RoutingDemand
 from routepack.cost.models import CostModel
 from routepack.planning.planner import Planner
-from routepack.report import figures, render_report, write_report
+from routepack.report import figures
+from routepack.report.plan_page import render_report, write_report
 
 TAGS = """html head meta link title style body header h1 h2 h3 p strong b ul li span div figure figcaption table thead tbody
     tr th td dl dt dd details summary pre code svg defs pattern rect path circle line text g"""

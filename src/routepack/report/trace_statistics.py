@@ -15,6 +15,7 @@ from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.arrays import as_plain
 from routepack.core.checks import instance, real
 from routepack.core.errors import ConfigError
+from routepack.core.files import without_nan
 from routepack.core.rollouts import RolloutBatch, RoutingDemand, fed_tokens
 
 MOST_GROUPS = 64
@@ -137,7 +138,7 @@ class RoutingInspection:
         figures["coverage"]["share"] = self.coverage.share
         if self.groups is not None:
             figures["groups"] |= {"between": self.groups.between, "within": self.groups.within}
-        return _finite(as_plain(figures))
+        return without_nan(as_plain(figures))
 
 
 def inspect_routing(
@@ -343,12 +344,3 @@ def _correlation(prefill_SLE: np.ndarray, decode_SLE: np.ndarray, s: np.ndarray,
         norm = np.sqrt((one**2).sum(axis=-1) * (two**2).sum(axis=-1))
         found[part] = ((one * two).sum(axis=-1) / np.where(norm > 0, norm, 1.0)).mean(axis=-1)
     return found
-
-
-def _finite(value: Any) -> Any:
-    """Nested figures with None for what is not a number, which JSON cannot say."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
