@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -25,7 +25,7 @@ def checked_sync(sync: str) -> Sync:
     """*sync*, if it is one of the three; else ConfigError."""
     if sync not in SYNCS:
         raise ConfigError(f"--sync={sync!r} is unknown: choose {', '.join(SYNCS)}.")
-    return cast(Sync, sync)
+    return sync
 
 
 def print_json(out: Path, figures: dict[str, Any]) -> None:

@@ -20,7 +20,6 @@ from routepack.solvers.rank_loads import rank_load
 
 WORST = 8
 """Sequences, and layers, that are named."""
-WAITS = ("waiting_attention", "waiting_experts", "waiting_groups")
 WORK = ("attention", "dense", "experts", "links")
 
 
