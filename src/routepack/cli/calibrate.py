@@ -1,4 +1,4 @@
-"""``routepack calibrate``."""
+"""``routepack calibrate``: logs of steps in, a config file with a fitted cost model out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def calibrate(
     ] = "step",
     as_json: AsJson = False,
 ) -> None:
-    """Fit a cost model in seconds to logged steps, and find the ``sync`` that predicts them best."""
+    """Fit a cost model in seconds to logged steps, and find the sync that predicts them best."""
     configured = checked_sync(sync)
     check_out(out, *logs)
     records = load_steps(logs)

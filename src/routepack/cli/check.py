@@ -1,4 +1,4 @@
-"""``routepack check``."""
+"""``routepack check``: a config, checked without running it."""
 
 import typer
 from omegaconf import OmegaConf

@@ -1,4 +1,4 @@
-"""``routepack convert``."""
+"""``routepack convert``: what a stack recorded in, a trace file out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``routepack inspect``."""
+"""``routepack inspect``: a trace as tables, and what planning would gain on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``routepack plan``."""
+"""``routepack plan``: recorded routing in, a plan file and its table out."""
 
 from __future__ import annotations
 

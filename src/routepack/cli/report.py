@@ -1,4 +1,4 @@
-"""``routepack report``."""
+"""``routepack report``: a plan file as an HTML page."""
 
 from pathlib import Path
 from typing import Annotated

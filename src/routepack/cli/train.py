@@ -1,4 +1,4 @@
-"""``routepack train``."""
+"""``routepack train``: a config, handed to the launcher that starts its ranks."""
 
 import typer
 

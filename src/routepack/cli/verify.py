@@ -1,4 +1,4 @@
-"""``routepack verify``."""
+"""``routepack verify``: a plan file, checked against the trace it was made for."""
 
 import typer
 

@@ -64,7 +64,7 @@ def calibration_table(fits: Mapping[Sync, Fit]) -> Table:
 
 
 def inspection_text(found: RoutingInspection) -> Group:
-    """What the routing looks like."""
+    """An inspection: coverage, hottest experts, groups, and prompts beside responses."""
     parts = [_window(found), *_layers(found.layers)]
     parts += _groups(found.groups) if found.groups is not None else []
     parts += _prompt_response(found.prompt_response) if found.prompt_response is not None else []

@@ -82,7 +82,7 @@ class Outlook:
                 yield self.gain(demand, expert_ranks, ranks)
 
     def gain(self, demand: RoutingDemand, expert_parallel: int, data_parallel: int) -> TopologyGain:
-        """The gain on one topology."""
+        """Plan for one topology; the gain of that, or the reason why it cannot be planned."""
         degrees = {"expert_parallel_degree": expert_parallel, "data_parallel_degree": data_parallel}
         try:
             plan = self._plan(demand, Topology(**degrees, model_parallel_degree=self.model_parallel_degree))
