@@ -19,6 +19,9 @@ from routepack.cli.train import train
 from routepack.cli.verify import verify
 from routepack.core.errors import RoutePackError
 
+EXTRA_OF = {"jinja2": "report", "torchtitan": "torchtitan", "tensorboard": "torchtitan"}
+"""The extra that installs each package which only some commands need."""
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for command in (train, plan, verify, inspect, report, calibrate, check, convert):
     app.command()(command)
@@ -40,9 +43,14 @@ def root(
 
 
 def main(run: Callable[[], object] = app) -> None:
-    """Run the command line; wrong input ends with its message and exit code 1, without a traceback."""
+    """Run the command line; wrong input and missing extras end with a message and exit code 1, without a traceback."""
     try:
         run()
     except RoutePackError as error:
         sys.stderr.write(f"routepack: {error}\n")
+        raise SystemExit(1) from None
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA_OF:
+            raise
+        sys.stderr.write(f"routepack: this needs {error.name}: pip install 'routepack[{EXTRA_OF[error.name]}]'.\n")
         raise SystemExit(1) from None
