@@ -487,3 +487,17 @@ def test_a_config_of_train_is_no_config_of_plan(routepack):
     code, _, err = routepack("plan", str(Path(PLAN).with_name("tiny_rl.yaml")))
     assert code == 1
     assert "this is a config of 'routepack train'" in err
+
+
+def test_a_plan_says_who_packed_and_placed_it_on_screen_as_json_and_on_its_page(routepack, trace, tmp_path):
+    out, said = planned(routepack, trace)
+    assert "Packed by AttentionAwarePacker; placed by ExpertRerouter." in said
+    code, text, _ = routepack(
+        "plan", PLAN, f"trace={trace}", f"out={out}", *SMALL, "rerouter._target_=routepack.IdentityRerouter", "--json"
+    )
+    assert code == 0
+    figures = json.loads(text)
+    assert (figures["packer"].split()[0], figures["rerouter"]) == ("AttentionAwarePacker", "IdentityRerouter")
+    page = tmp_path / "page.html"
+    assert routepack("report", out, "--out", page)[0] == 0
+    assert f"Packed by {figures['packer']}; placed by IdentityRerouter." in page.read_text()

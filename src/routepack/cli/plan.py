@@ -34,12 +34,14 @@ def plan(layers: Layers, as_json: AsJson = False) -> None:
     if as_json:
         certificate = {"certificate": str(made.certificate), "certified": made.certificate.certified}
         plan_of = {"unit": made.unit, "sync": made.sync, "digest": made.digest}
+        plan_of |= {"packer": str(made.packer), "rerouter": str(made.rerouter)}
         print_json(out, certificate | plan_of | plan_metrics(made, prefix=""))
         return
     console = Console()
     console.print(plan_table(made))
     budget = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in made.budget.items() if value is not None)
     console.print(f"{made.certificate}; planned in {made.plan_seconds:.2f} s ({budget}), seed {made.seed}.")
+    console.print(f"Packed by {made.packer}; placed by {made.rerouter}.", soft_wrap=True)
     console.print(f"Plan: {out}. Check it: routepack verify {out} {trace}", soft_wrap=True)
 
 
