@@ -42,6 +42,11 @@ class KernelConfig:
     GROUP_M: int = 8
     """Row tiles that walk the columns together."""
 
+    @property
+    def options(self) -> dict[str, int]:
+        """What every launch is given: all but SPLIT, which one kernel has."""
+        return {name: value for name, value in vars(self).items() if name != "SPLIT"}
+
 
 GATE_UP = "gate_up_forward"
 DOWN = "down_forward"
@@ -218,9 +223,8 @@ def _check_whole(path: str | Path, entries: Table) -> None:
 def should_permute_first(arch: str, hidden_dim: int) -> bool:
     """Whether copying x into expert order first, to load it by TMA too, costs less than the gathered loads.
 
-    Per routed row the copy moves 4 D bytes, and the gate and up projections are 4 D F operations, so D cancels:
-    the copy pays where F (1/gathered - 1/tma) > 1/bandwidth. On an H200, 469 and 564 TFLOP/s (Triton grouped GEMM with
-    pointers and with TMA, TileOPs PR 1567) and 4.3 TB/s give F > 648; twice that is asked for until it is measured here.
+    By F (1/gathered - 1/tma) > 1/bandwidth with the figures of others' kernels on an H200 (docs/design/kernels.md): F > 648.
+    Twice that is asked for until it is measured here.
     """
     gathered, with_tma, bytes_per_second = 469e12, 564e12, 4.3e12
     break_even = 1.0 / (bytes_per_second * (1.0 / gathered - 1.0 / with_tma))
