@@ -217,3 +217,25 @@ def test_the_module_replays_a_route_and_its_router_learns():
     out.sum().backward()
     assert moe.router.weight.grad.abs().sum() > 0
     assert torch.isfinite(moe.router.weight.grad).all()
+
+
+@pytest.mark.parametrize("normalize_scores", [True, False])
+@pytest.mark.parametrize("replayed", [True, False])
+def test_the_router_of_one_expert_a_token_learns(normalize_scores, replayed):
+    moe = PermutedMoE(dim=8, hidden_dim=12, num_experts=4, top_k=1, normalize_scores=normalize_scores)
+    x = torch.randn(20, 8)
+    probabilities = torch.softmax(moe.router(x), dim=-1)
+    ids = torch.randint(0, 4, (20, 1)) if replayed else probabilities.topk(1).indices
+    out = moe(x, topk_ids=ids if replayed else None)
+    assert torch.equal(out, moe.experts(x, ids, probabilities.gather(1, ids)))
+    out.square().sum().backward()
+    assert moe.router.weight.grad.norm() > 1e-2 * moe.experts.w1_EFD.grad.norm()
+
+
+def test_scores_of_several_experts_a_token_add_up_to_one():
+    moe = PermutedMoE(dim=8, hidden_dim=12, num_experts=4, top_k=2)
+    x = torch.randn(20, 8)
+    scores, ids = torch.softmax(moe.router(x), dim=-1).topk(2)
+    assert torch.equal(moe(x), moe.experts(x, ids, scores / scores.sum(-1, keepdim=True)))
+    moe.normalize_scores = False
+    assert torch.equal(moe(x), moe.experts(x, ids, scores))
