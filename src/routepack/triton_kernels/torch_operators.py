@@ -126,10 +126,10 @@ def _(w1_sum, w3_sum, w2_sum, dout, x, scores, w1, w3, w2, h, offsets, order, in
 def _empties(likes: Sequence[Any], needs: Sequence[bool]) -> tuple[Tensor, ...]:
     """What the backward operators give: gradients of x and scores are dense, those of weights have the weights' strides."""
     x = likes[0]
-    made = [like if like is None else like.new_empty(like.shape) for like in likes[:2]] + [
-        torch.empty_like(w) for w in likes[2:]
-    ]
-    return [one if need else x.new_empty(0) for one, need in zip(made, needs, strict=False)]
+    return tuple(
+        x.new_empty(0) if not need else like.new_empty(like.shape) if i < 2 else torch.empty_like(like)
+        for i, (like, need) in enumerate(zip(likes, needs, strict=False))
+    )
 
 
 def _backward(
