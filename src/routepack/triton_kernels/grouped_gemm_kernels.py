@@ -33,17 +33,18 @@ def slots_of(rows, end, order, GATHER: tl.constexpr):
 
 
 @triton.jit
-def tile_of_program(
+def own_tile(
     tiles, n_size, order, offsets, tile_expert, tile_row,
     BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
-    """Expert, first row, rows (int64 [BM]) and their slots, column tile, and columns (int64 [BN]) that this program owns."""
+    """Expert, first row, rows (int64 [BM]), their slots, first column and columns (int64 [BN]) of the tile of this program."""
     tile, column = swizzle(tl.program_id(0), tiles, tl.cdiv(n_size, BN), GROUP_M)
     expert = tl.load(tile_expert + tile)
     first = tl.load(tile_row + tile)
     rows = (first + tl.arange(0, BM)).to(tl.int64)
     slots = slots_of(rows, tl.load(offsets + expert + 1), order, GATHER)
-    return expert, first, rows, slots, column, (column * BN + tl.arange(0, BN)).to(tl.int64)
+    n = column * BN
+    return expert, first, rows, slots, n, (n + tl.arange(0, BN)).to(tl.int64)
 
 
 @triton.jit
@@ -132,11 +133,8 @@ def gate_up_forward(
     tiles = tl.load(num_tiles)
     if tl.program_id(0) >= tiles * tl.cdiv(F, BN):
         return
-    expert, first, rows, slots, column, n_range = tile_of_program(
-        tiles, F, order, offsets, tile_expert, tile_row, BM, BN, GROUP_M, GATHER
-    )
+    expert, first, rows, slots, n, n_range = own_tile(tiles, F, order, offsets, tile_expert, tile_row, BM, BN, GROUP_M, GATHER)
     row_ok = slots >= 0
-    n = column * BN
     k_range = tl.arange(0, BK).to(tl.int64)
     # Rows without a slot read a row that exists; what comes of them is not stored.
     source = tl.where(row_ok, rows, first) if SORTED else tl.where(row_ok, slots, 0) // TOP_K
@@ -176,13 +174,11 @@ def down_forward(
     tiles = tl.load(num_tiles)
     if tl.program_id(0) >= tiles * tl.cdiv(D, BN):
         return
-    expert, first, rows, slots, column, n_range = tile_of_program(
-        tiles, D, order, offsets, tile_expert, tile_row, BM, BN, GROUP_M, GATHER
-    )
+    expert, first, rows, slots, n, n_range = own_tile(tiles, D, order, offsets, tile_expert, tile_row, BM, BN, GROUP_M, GATHER)
     row_ok = slots >= 0
     acc = add_product(
         tl.zeros([BM, BN], tl.float32), act, tl.where(row_ok, rows, first), first, stride_act_row, 1,
-        w2, expert, column * BN, n_range, D, F, stride_w2_e, stride_w2_d, stride_w2_f,
+        w2, expert, n, n_range, D, F, stride_w2_e, stride_w2_d, stride_w2_f,
         BN, BK, True, TMA_ACT, TMA_W, MASK_N, MASK_K, PRECISION,
     )  # fmt: skip
     if SCALE:
@@ -240,13 +236,11 @@ def down_backward(
     tiles = tl.load(num_tiles)
     if tl.program_id(0) >= tiles * tl.cdiv(F, BN):
         return
-    expert, first, rows, slots, column, n_range = tile_of_program(
-        tiles, F, order, offsets, tile_expert, tile_row, BM, BN, GROUP_M, GATHER
-    )
+    expert, first, rows, slots, n, n_range = own_tile(tiles, F, order, offsets, tile_expert, tile_row, BM, BN, GROUP_M, GATHER)
     row_ok = slots >= 0
     acc = add_product(
         tl.zeros([BM, BN], tl.float32), dout, tl.where(row_ok, slots, 0) // TOP_K, first, stride_dout_row, stride_dout_d,
-        w2, expert, column * BN, n_range, F, D, stride_w2_e, stride_w2_f, stride_w2_d,
+        w2, expert, n, n_range, F, D, stride_w2_e, stride_w2_f, stride_w2_d,
         BN, BK, False, False, TMA_W, MASK_N, MASK_K, PRECISION,
     )  # fmt: skip
     ones = tl.full([BM], 1.0, tl.float32)
@@ -261,11 +255,11 @@ def down_backward(
     dscore = tl.zeros([BM], tl.float32)
     for i in tl.static_range(SPLIT):
         dscore += swiglu_backward(
-            pieces[i], score, h, dh, scaled_act, rows, row_ok, column * BN + i * (BN // SPLIT), F,
+            pieces[i], score, h, dh, scaled_act, rows, row_ok, n + i * (BN // SPLIT), F,
             stride_h_part, stride_h_row, stride_dh_part, stride_dh_row, stride_act_row, BN // SPLIT, ACT, DH,
         )  # fmt: skip
     if DSCORE:
-        tl.store(dscore_parts + column.to(tl.int64) * stride_parts_n + slots, dscore, mask=row_ok)
+        tl.store(dscore_parts + (n // BN).to(tl.int64) * stride_parts_n + slots, dscore, mask=row_ok)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -287,20 +281,18 @@ def input_gradient(
     tiles = tl.load(num_tiles)
     if tl.program_id(0) >= tiles * tl.cdiv(D, BN):
         return
-    expert, first, rows, slots, column, n_range = tile_of_program(
-        tiles, D, order, offsets, tile_expert, tile_row, BM, BN, GROUP_M, GATHER
-    )
+    expert, first, rows, slots, n, n_range = own_tile(tiles, D, order, offsets, tile_expert, tile_row, BM, BN, GROUP_M, GATHER)
     row_ok = slots >= 0
     source = tl.where(row_ok, rows, first)
     acc = add_product(
         tl.zeros([BM, BN], tl.float32), dh, source, first, stride_dh_row, 1,
-        w1, expert, column * BN, n_range, D, F, stride_w1_e, stride_w1_d, stride_w1_f,
+        w1, expert, n, n_range, D, F, stride_w1_e, stride_w1_d, stride_w1_f,
         BN, BK, False, TMA_DH, TMA_W, MASK_N, MASK_K, PRECISION,
     )  # fmt: skip
     # A descriptor has the rows of gate and up below one another.
     acc = add_product(
         acc, dh if TMA_DH else dh + stride_dh_part, source, first + R, stride_dh_row, 1,
-        w3, expert, column * BN, n_range, D, F, stride_w3_e, stride_w3_d, stride_w3_f,
+        w3, expert, n, n_range, D, F, stride_w3_e, stride_w3_d, stride_w3_f,
         BN, BK, False, TMA_DH, TMA_W, MASK_N, MASK_K, PRECISION,
     )  # fmt: skip
     store_tile(dx, acc, slots if SCATTER else rows, row_ok, n_range, D, stride_dx_row)
