@@ -11,14 +11,15 @@ import torch
 from offline import Launch, compiling_for
 from torch import Tensor
 
-from routepack.triton_kernels import configs, launch, launch_backward
-from routepack.triton_kernels.routing import Routing, offsets_of_counts, route
+from routepack.triton_kernels import launch_backward, launch_forward
+from routepack.triton_kernels import tile_configs as configs
+from routepack.triton_kernels.routing import Needs, Routing, offsets_of_counts, route
 
 DIM, HIDDEN_DIM, TOP_K, NUM_EXPERTS = 2_048, 768, 8, 8
 """Qwen3-30B-A3B's, with fewer experts: sizes are run-time values, so only their divisors matter to the code."""
 TOKENS = {configs.SMALL: 64, configs.LARGE: 512}
 """Tokens that give the experts few rows and many."""
-NEEDS = launch_backward.Needs(x=True, scores=True, w1=True, w3=True, w2=True)
+NEEDS = Needs(x=True, scores=True, w1=True, w3=True, w2=True)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _weights(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tenso
 
 def _train(x: Tensor, scores: Tensor | None, routing: Routing, **options: Any) -> None:
     weights = _weights(x.dtype)
-    out, h = launch.forward(x, scores, *weights, routing, save_h=True, **options)
+    out, h = launch_forward.forward(x, scores, *weights, routing, save_h=True, **options)
     launch_backward.backward(torch.empty_like(out), x, scores, *weights, h, routing, NEEDS)
 
 
@@ -106,7 +107,7 @@ def _rows(num_tokens: int, *, indexed: bool = False) -> tuple[Tensor, Tensor, Ro
 
 def _infer(num_tokens: int) -> None:
     x, scores, routing = _tokens(num_tokens)
-    launch.forward(x, scores, *_weights(), routing, save_h=False, permute_first=False)
+    launch_forward.forward(x, scores, *_weights(), routing, save_h=False, permute_first=False)
 
 
 def _recompute_and_accumulate(num_tokens: int) -> None:

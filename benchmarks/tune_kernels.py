@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT / "src"))
 from gate import SHARED_LIMIT, violations  # noqa: E402
 from moe_cases import SHAPES, Inputs, inputs  # noqa: E402
 
-from routepack.triton_kernels import configs  # noqa: E402
-from routepack.triton_kernels.configs import KernelConfig  # noqa: E402
+from routepack.triton_kernels import tile_configs as configs  # noqa: E402
+from routepack.triton_kernels.tile_configs import KernelConfig  # noqa: E402
 
 FUNCTION = {kernel: kernel for kernel in configs.KERNELS} | {configs.WEIGHT_GRADIENT_SUM: configs.WEIGHT_GRADIENT}
 """The Triton function of each entry of the table."""

@@ -116,6 +116,7 @@ def imports_of(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} has a relative import"
+            # The MoE layer's folder lifts out under any name; so its files name one another relatively.
+            assert node.level == int(path.parts[0] == "triton_kernels" and node.level), f"{path} has a relative import"
             names |= {str(node.module)} | {f"{node.module}.{alias.name}" for alias in node.names}
     return names

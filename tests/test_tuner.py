@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from routepack.triton_kernels import configs
+from routepack.triton_kernels import tile_configs as configs
 
 ROOT = Path(__file__).parents[1]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from routepack.triton_kernels import configs
+from routepack.triton_kernels import tile_configs as configs
 
 TILE = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2}
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routepack.triton_kernels import PermutedMoE, grouped_experts, moe_experts, ops, reference
+from routepack.triton_kernels import PermutedMoE, grouped_experts, moe_experts, reference, torch_operators
 from routepack.triton_kernels.routing import max_tiles, offsets_of_counts, route
 from routepack.triton_kernels.testing import ROUTINGS, random_problem, relative_errors
 
@@ -229,8 +229,8 @@ def test_counts_below_zero_are_zero():
     assert offsets_of_counts(torch.tensor([3, -4, 2]), 8).tolist() == [0, 3, 3, 5]
 
 
-def test_one_log_line_says_what_runs(caplog, monkeypatch):
-    monkeypatch.setattr(ops, "_announced", set())
+def test_one_log_line_says_what_runs(caplog):
+    torch_operators._announce.cache_clear()
     problem = random_problem(T=3, D=4, F=4, K=1, E=2)
     with caplog.at_level(logging.INFO, logger="routepack.triton_kernels"):
         outputs(problem)

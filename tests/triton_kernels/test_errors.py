@@ -1,7 +1,11 @@
 """What the layer refuses, by shapes, dtypes and devices alone: the message names the value, the limit and the remedy."""
 
+import inspect
+import typing
+
 import pytest
 import torch
+import yaml
 from torch.autograd import forward_ad
 
 from routepack.triton_kernels import PermutedExperts, PermutedMoE, grouped_experts, moe_experts
@@ -18,7 +22,7 @@ LOCAL = [
     ({"w1": torch.ones(0, 6, 8), "w3": torch.ones(0, 6, 8), "w2": torch.ones(0, 8, 6)}, "E, F and D must be at least 1"),
     ({"w3": W2}, r"w3 is \[3, 8, 6\]; beside w1 .* it must be \[3, 6, 8\]"),
     ({"w2": W1}, r"w2 is \[3, 6, 8\]; beside w1 .* it must be \[3, 8, 6\]"),
-    ({"w2": W2.bfloat16()}, "w2 is torch.bfloat16 and x is torch.float32: convert one, or run under torch.autocast"),
+    ({"w2": W2.bfloat16()}, r"w2 is torch\.bfloat16 and x is torch\.float32: convert one, or run under torch\.autocast"),
     ({"w1": W1.to("meta")}, "w1 lies on meta and x on cpu"),
     ({"ids": IDS.float()}, "topk_ids is torch.float32; give integers"),
     ({"ids": IDS.bool()}, "topk_ids is torch.bool; give integers"),
@@ -27,7 +31,7 @@ LOCAL = [
     ({"ids": IDS.to("meta")}, "topk_ids lies on meta and x on cpu: move one"),
     ({"scores": SCORES[:, :1]}, r"topk_scores is \[5, 1\]; give one for each of topk_ids"),
     ({"scores": SCORES.long()}, "topk_scores is torch.int64; give floating point"),
-    ({"activation": "gelu"}, "activation='gelu' is not known: choose one of 'swiglu'"),
+    ({"activation": "gelu"}, "unexpected keyword argument 'activation'"),
     ({"recompute": "all"}, "recompute='all' is not known: choose one of 'none', 'gate_up'"),
     ({"implementation": "cuda"}, "implementation='cuda' is not known"),
     ({"implementation": "triton"}, "needs Triton's interpreter: set TRITON_INTERPRET=1"),
@@ -58,9 +62,90 @@ def test_arguments_that_do_not_fit(changes, message, monkeypatch):
         moe_experts(*tensors, **arguments)
 
 
+FLOAT8 = torch.float8_e4m3fn
+WRONG_KINDS = [
+    ({"x": X.bfloat16()}, r"w1 is torch\.float32 and x is torch\.bfloat16: convert one, or run under torch\.autocast"),
+    ({"x": X.to(FLOAT8)}, r"x is torch\.float8_e4m3fn; give floating point: torch\.bfloat16, .*torch\.float64"),
+    ({"x": X.to(torch.complex64)}, r"x is torch\.complex64; give floating point"),
+    ({"x": X.to("meta")}, "lies on cpu and x on meta: move one"),
+    ({"x": X.tolist()}, "x is a list; give a tensor"),
+    ({"w3": W1.to(FLOAT8)}, r"w3 is torch\.float8_e4m3fn; give floating point"),
+    ({"w2": W2.numpy()}, "w2 is a ndarray; give a tensor"),
+    ({"ids": IDS.tolist()}, "topk_ids is a list; give a tensor"),
+    ({"scores": SCORES.tolist()}, "topk_scores is a list; give a tensor"),
+    ({"scores": SCORES.to("meta")}, "topk_scores lies on meta and x on cpu: move one"),
+    ({"scores": SCORES.to(FLOAT8)}, r"topk_scores is torch\.float8_e4m3fn; give floating point"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_KINDS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize("as_module", [False, True])
+def test_dtypes_devices_and_lists_are_named(changes, message, as_module):
+    arguments = {"x": X, "ids": IDS, "scores": SCORES, "w1": W1, "w3": W1, "w2": W2} | changes
+    x, ids, scores, *weights = (arguments[name] for name in ("x", "ids", "scores", "w1", "w3", "w2"))
+    experts = PermutedExperts(dim=8, hidden_dim=6, num_experts=3)
+    experts._weights = lambda: weights
+    with pytest.raises((ValueError, TypeError), match=message):
+        experts(x, ids, scores) if as_module else moe_experts(x, ids, scores, *weights)
+
+
+@pytest.mark.parametrize(
+    ("x", "ids", "message"),
+    [
+        (
+            X.float(),
+            None,
+            r"x is torch\.float32 and router\.weight is torch\.bfloat16: convert one, or run under torch\.autocast",
+        ),
+        (X.to(FLOAT8), None, r"x is torch\.float8_e4m3fn; give floating point"),
+        (X.long(), None, r"x is torch\.int64; give floating point"),
+        (X.to("meta"), None, r"x lies on meta and router\.weight on cpu: move one"),
+        (X.tolist(), None, "x is a list; give a tensor"),
+        (X.bfloat16(), IDS.tolist(), "topk_ids is a list; give a tensor"),
+        (X.bfloat16(), IDS.to("meta"), "topk_ids lies on meta and x on cpu: move one"),
+    ],
+)
+def test_the_whole_layer_names_dtypes_devices_and_lists(x, ids, message):
+    moe = PermutedMoE(dim=8, hidden_dim=6, num_experts=3, top_k=2, dtype="bfloat16")
+    with pytest.raises((ValueError, TypeError), match=message):
+        moe(x, topk_ids=ids)
+
+
+@pytest.mark.parametrize("layer", ["bfloat16", "float32"])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
+def test_under_autocast_any_16_or_32_bits_go_together(layer, given):
+    moe = PermutedMoE(dim=8, hidden_dim=6, num_experts=3, top_k=2, dtype=layer)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert moe(X.to(given)).dtype == torch.bfloat16
+        assert moe.experts(X.to(given), IDS, SCORES).dtype == torch.bfloat16
+        assert moe.experts.grouped(X.to(given), COUNTS).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (X.double(), r"torch\.float64.*run under torch\.autocast, which converts all but float64"),
+        (X.to(FLOAT8), r"is torch\.float8_e4m3fn; give floating point"),
+    ],
+)
+def test_autocast_converts_neither_float64_nor_float8(x, message):
+    moe = PermutedMoE(dim=8, hidden_dim=6, num_experts=3, top_k=2)
+    calls = [lambda: moe(x), lambda: moe.experts(x, IDS, SCORES), lambda: moe.experts.grouped(x, COUNTS)]
+    for call in calls:
+        with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match=message):
+            call()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"rows": X.bfloat16()}, r"w1 is torch\.float32 and rows is torch\.bfloat16: convert one"),
+        ({"rows": X[None]}, r"rows has 3 dimensions; give \[T, D\]"),
+        ({"counts": COUNTS.tolist()}, "counts is a list; give a tensor"),
+        ({"counts": COUNTS.to("meta")}, "counts lies on meta and rows on cpu: move one"),
+        ({"row_index": [0, 1]}, "row_index is a list; give a tensor"),
+        ({"row_scores": [1.0]}, "row_scores is a list; give a tensor"),
+        ({"row_scores": torch.ones(5, dtype=torch.long)}, r"row_scores is torch\.int64; give floating point"),
         ({"counts": COUNTS[:2]}, "counts is .*; give one for each of the E = 3 experts"),
         ({"counts": COUNTS.float()}, "counts is torch.float32; give integers"),
         ({"counts": torch.tensor([2, 1, 3])}, "counts add up to 6, but there are 5 rows"),
@@ -87,6 +172,19 @@ def test_modules_refuse_their_options_when_made():
         PermutedMoE(dim=4, hidden_dim=4, num_experts=4, top_k=5)
     with pytest.raises(ValueError, match="recompute='some' is not known"):
         PermutedExperts(dim=4, hidden_dim=4, num_experts=4, recompute="some")
+    for dtype in ("fp8", torch.float8_e4m3fn, torch.int32, 16):
+        with pytest.raises(ValueError, match="is not computed in: choose one of bfloat16, float16, float32, float64"):
+            PermutedMoE(dim=4, hidden_dim=4, num_experts=4, top_k=2, dtype=dtype)
+
+
+@pytest.mark.parametrize("module", [PermutedMoE, PermutedExperts])
+def test_modules_are_made_from_the_plain_values_of_a_config(module):
+    options = yaml.safe_load("{dim: 64, hidden_dim: 32, num_experts: 8, top_k: 2, dtype: bfloat16, device: meta}")
+    parameters = inspect.signature(module).parameters
+    made = module(**{name: value for name, value in options.items() if name in parameters})
+    assert {(weight.dtype, weight.device.type) for weight in made.parameters()} == {(torch.bfloat16, "meta")}
+    assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+    assert typing.get_type_hints(module.__init__).keys() - {"return"} == parameters.keys()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from routepack.triton_kernels import PermutedExperts, PermutedMoE, grouped_experts, moe_experts, ops
+from routepack.triton_kernels import PermutedExperts, PermutedMoE, grouped_experts, moe_experts, torch_operators
 from routepack.triton_kernels.testing import random_problem, relative_errors
 
 
@@ -35,7 +35,7 @@ def test_operators_are_what_they_declare(test, save_h, dispatched):
     problem = random_problem(T=6, D=8, F=4, K=2, E=3).requiring_grad()
     if test == "test_aot_dispatch_dynamic" and not save_h:
         problem = random_problem(T=6, D=8, F=4, K=2, E=3)
-    order, inverse, offsets = ops.route(problem.ids, 3)
+    order, inverse, offsets = torch_operators.route(problem.ids, 3)
     weights = (problem.w1, problem.w3, problem.w2)
     if dispatched:
         rows = (problem.x, None, *weights, torch.tensor([0, 2, 3, 5], dtype=torch.int32), None, None, 1)
@@ -48,15 +48,15 @@ def test_operators_are_what_they_declare(test, save_h, dispatched):
 
 def test_backward_operators_are_what_they_declare():
     problem = random_problem(T=6, D=8, F=4, K=2, E=3)
-    order, inverse, offsets = ops.route(problem.ids, 3)
+    order, inverse, offsets = torch_operators.route(problem.ids, 3)
     inputs = (problem.x, problem.scores, problem.w1, problem.w3, problem.w2)
-    _, h = ops.experts(*inputs, offsets, order, inverse, 2, True, "eager", None, None, None, None, None)
+    _, h = torch_operators.experts(*inputs, offsets, order, inverse, 2, True, "eager", None, None, None, None, None)
     routing = (offsets, order, inverse)
     for needs in ([True] * 5, [False, True, False, True, False]):
         options = (2, needs, "eager", None, None)
         torch.library.opcheck(torch.ops.routepack.experts_backward.default, (problem.dout, *inputs, h, *routing, *options))
         sums = [torch.zeros_like(w) for w in inputs[2:]]
-        into = (problem.dout, *inputs, h, *routing, *sums, *options)
+        into = (*sums, problem.dout, *inputs, h, *routing, *options)
         torch.library.opcheck(torch.ops.routepack.experts_backward_into.default, into)
 
 
@@ -100,8 +100,10 @@ def test_selective_checkpointing_can_keep_the_experts(saved, runs, monkeypatch):
     def policy(_, operator, *args, **kwargs):
         return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    calls, forward = [], ops.eager.forward
-    monkeypatch.setattr(ops.eager, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
+    calls, forward = [], torch_operators.eager_experts.forward
+    monkeypatch.setattr(
+        torch_operators.eager_experts, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs)
+    )
     problem = random_problem(T=20, D=8, F=12, K=2, E=3)
     layer = partial(
         checkpoint, moe_experts, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy)
@@ -215,3 +217,25 @@ def test_the_module_replays_a_route_and_its_router_learns():
     out.sum().backward()
     assert moe.router.weight.grad.abs().sum() > 0
     assert torch.isfinite(moe.router.weight.grad).all()
+
+
+@pytest.mark.parametrize("normalize_scores", [True, False])
+@pytest.mark.parametrize("replayed", [True, False])
+def test_the_router_of_one_expert_a_token_learns(normalize_scores, replayed):
+    moe = PermutedMoE(dim=8, hidden_dim=12, num_experts=4, top_k=1, normalize_scores=normalize_scores)
+    x = torch.randn(20, 8)
+    probabilities = torch.softmax(moe.router(x), dim=-1)
+    ids = torch.randint(0, 4, (20, 1)) if replayed else probabilities.topk(1).indices
+    out = moe(x, topk_ids=ids if replayed else None)
+    assert torch.equal(out, moe.experts(x, ids, probabilities.gather(1, ids)))
+    out.square().sum().backward()
+    assert moe.router.weight.grad.norm() > 1e-2 * moe.experts.w1_EFD.grad.norm()
+
+
+def test_scores_of_several_experts_a_token_add_up_to_one():
+    moe = PermutedMoE(dim=8, hidden_dim=12, num_experts=4, top_k=2)
+    x = torch.randn(20, 8)
+    scores, ids = torch.softmax(moe.router(x), dim=-1).topk(2)
+    assert torch.equal(moe(x), moe.experts(x, ids, scores / scores.sum(-1, keepdim=True)))
+    moe.normalize_scores = False
+    assert torch.equal(moe(x), moe.experts(x, ids, scores))

@@ -1,47 +1,20 @@
-"""Launches the backward kernels. Letters as in :mod:`routepack.triton_kernels.launch`."""
+"""Launches the backward kernels. Letters: N slots, R sorted rows, E experts, D model dim, F hidden dim."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from routepack.triton_kernels import backward_kernels
-from routepack.triton_kernels import configs as table
-from routepack.triton_kernels.launch import (
-    Schedule,
-    compile_options,
-    described,
-    gate_up,
-    new_rows,
-    precision,
-    schedule_of,
-    to_slots,
-)
-from routepack.triton_kernels.routing import Routing, num_blocks
+from . import grouped_gemm_kernels, tile_configs
+from .launch_forward import Schedule, described, gate_up, new_rows, precision, schedule_of, to_slots
+from .routing import Needs, Routing, num_blocks
 
-_DOWN_BACKWARD: Any = backward_kernels.down_backward
-_INPUT_GRADIENT: Any = backward_kernels.input_gradient
-_WEIGHT_GRADIENT: Any = backward_kernels.weight_gradient
-
-
-@dataclass(frozen=True, kw_only=True)
-class Needs:
-    """Which gradients are asked for."""
-
-    x: bool
-    scores: bool
-    w1: bool
-    w3: bool
-    w2: bool
-
-    @property
-    def h(self) -> bool:
-        """Whether gate and up need theirs."""
-        return self.x or self.w1 or self.w3
+_DOWN_BACKWARD: Any = grouped_gemm_kernels.down_backward
+_INPUT_GRADIENT: Any = grouped_gemm_kernels.input_gradient
+_WEIGHT_GRADIENT: Any = grouped_gemm_kernels.weight_gradient
 
 
 def new_parts(num_parts: int, num_slots: int, like: Tensor) -> Tensor:
@@ -53,42 +26,39 @@ def down_backward(
     dout: Tensor, w2: Tensor, h: Tensor, scores: Tensor | None, schedule: Schedule, needs: Needs
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of gate and up [2, R, F], scaled activations [R, F], and the scores' gradient [N] (fp32) or None."""
-    routing, config = schedule.routing, schedule.config(table.DOWN_BACKWARD)
+    config = schedule.config(tile_configs.DOWN_BACKWARD)
     _, dim, hidden_dim = w2.shape
-    dh = new_rows(schedule.num_rows if needs.h else 0, hidden_dim, dout, parts=2)
+    needs_dh = needs.x or needs.w1 or needs.w3
+    dh = new_rows(schedule.num_rows if needs_dh else 0, hidden_dim, dout, parts=2)
     scaled_act = new_rows(schedule.num_rows if needs.w2 else 0, hidden_dim, dout)[0]
     num_slots = scores.numel() if scores is not None and needs.scores else 0
     parts = new_parts(num_blocks(hidden_dim, config.BN), num_slots, dout)
     tma_w = schedule.has_tma(w2)
-    _DOWN_BACKWARD[schedule.grid(config.BM, hidden_dim, config.BN)](
-        dout, described(w2, [1, config.BK, config.BN], tma_w), h, routing.order_R, scores,
-        routing.offsets_E1, *schedule.tiles(config.BM), dh, scaled_act, parts,
+    schedule.launch(
+        _DOWN_BACKWARD, config, dout, described(w2, [1, config.BK, config.BN], tma_w), h, scores, dh, scaled_act, parts,
         dim, hidden_dim, *dout.stride(), *w2.stride(),
         h.stride(0), h.stride(1), dh.stride(0), dh.stride(1), scaled_act.stride(0), parts.stride(0),
-        TOP_K=routing.top_k, GATHER=routing.order_R is not None, SCALE=scores is not None,
-        ACT=needs.w2, DH=needs.h, DSCORE=num_slots > 0, TMA_W=tma_w,
-        MASK_N=hidden_dim % config.BN > 0, MASK_K=dim % config.BK > 0, PRECISION=precision(dout),
-        **compile_options(config, "SPLIT"),
+        columns=hidden_dim, depth=dim, TOP_K=schedule.routing.top_k, SPLIT=config.SPLIT, SCALE=scores is not None,
+        ACT=needs.w2, DH=needs_dh, DSCORE=num_slots > 0, TMA_W=tma_w,
     )  # fmt: skip
     return dh, scaled_act, parts.sum(dim=0) if num_slots else None
 
 
 def input_gradient(dh: Tensor, w1: Tensor, w3: Tensor, shape: torch.Size, schedule: Schedule) -> Tensor:
     """dx, in the rows of x."""
-    routing, config = schedule.routing, schedule.config(table.INPUT_GRADIENT)
+    config = schedule.config(tile_configs.INPUT_GRADIENT)
     _, hidden_dim, dim = w1.shape
     tma_w = schedule.has_tma(w1, w3)
     tma_dh = dh.is_contiguous() and schedule.has_tma(dh[0])
     block = [1, config.BK, config.BN]
 
     def write(out: Tensor, scatter: bool) -> None:
-        _INPUT_GRADIENT[schedule.grid(config.BM, dim, config.BN)](
+        schedule.launch(
+            _INPUT_GRADIENT, config,
             described(dh.view(-1, hidden_dim), [config.BM, config.BK], True) if tma_dh else dh,
-            described(w1, block, tma_w), described(w3, block, tma_w),
-            routing.order_R, routing.offsets_E1, *schedule.tiles(config.BM), out,
+            described(w1, block, tma_w), described(w3, block, tma_w), out,
             dim, hidden_dim, schedule.num_rows, dh.stride(0), dh.stride(1), *w1.stride(), *w3.stride(), out.stride(0),
-            GATHER=routing.order_R is not None, SCATTER=scatter, TMA_DH=tma_dh, TMA_W=tma_w,
-            MASK_N=dim % config.BN > 0, MASK_K=hidden_dim % config.BK > 0, PRECISION=precision(dh), **compile_options(config),
+            columns=dim, depth=hidden_dim, SCATTER=scatter, TMA_DH=tma_dh, TMA_W=tma_w,
         )  # fmt: skip
 
     return to_slots(write, shape, dh, None, schedule)
@@ -99,7 +69,7 @@ def weight_gradient(
 ) -> None:
     """dw[e] = a^T b over the rows of expert e, zeros where it has none; added to dw under *accumulate*."""
     routing = schedule.routing
-    config = schedule.config(table.WEIGHT_GRADIENT_SUM if accumulate else table.WEIGHT_GRADIENT)
+    config = schedule.config(tile_configs.WEIGHT_GRADIENT_SUM if accumulate else tile_configs.WEIGHT_GRADIENT)
     num_experts, rows, columns = dw.shape
     grid = (num_experts * num_blocks(rows, config.BM) * num_blocks(columns, config.BN),)
     gathers = routing.order_R is not None
@@ -107,8 +77,8 @@ def weight_gradient(
         a, b, routing.order_R, routing.offsets_E1, schedule.busiest_first_E, dw,
         rows, columns, *a.stride(), *b.stride(), *dw.stride(),
         TOP_K=routing.top_k, GATHER=gathers, GATHER_A=gathers and gather_a, GATHER_B=gathers and gather_b,
-        ACCUMULATE=accumulate, MASK_M=rows % config.BM > 0, MASK_N=columns % config.BN > 0, PRECISION=precision(a),
-        **compile_options(config),
+        ACCUMULATE=accumulate, MASK_M=rows % config.BM > 0, MASK_N=columns % config.BN > 0,
+        PRECISION=precision(schedule.dtype), **config.options,
     )  # fmt: skip
 
 
@@ -122,8 +92,6 @@ def backward(
     *sums* (of w1, w3, w2): the weights' gradients are added to them and not given.
     """
     schedule = schedule_of(x, routing, tma)
-    if schedule.num_rows == 0 or x.shape[0] == 0:
-        return _zeros(x, scores, (w1, w3, w2), needs, sums)
     if h.shape[1] == 0:
         h = gate_up(x, w1, w3, schedule, save_h=True, save_act=False, permute_first=permute_first)[1]
     dh, scaled_act, dscores = down_backward(dout, w2, h, scores, schedule, needs)
@@ -136,13 +104,3 @@ def backward(
             dws[which] = dw if sums is None else None
     dx = input_gradient(dh, w1, w3, x.shape, schedule) if needs.x else None
     return [dx, dscores, *dws]
-
-
-def _zeros(
-    x: Tensor, scores: Tensor | None, weights: Sequence[Tensor], needs: Needs, sums: Sequence[Tensor] | None
-) -> list[Tensor | None]:
-    """The gradients of no rows."""
-    dx = x.new_zeros(x.shape) if needs.x else None
-    dscores = scores.new_zeros(scores.numel(), dtype=torch.float32) if scores is not None and needs.scores else None
-    wanted = [need and sums is None for need in (needs.w1, needs.w3, needs.w2)]
-    return [dx, dscores, *(torch.zeros_like(w) if want else None for w, want in zip(weights, wanted, strict=True))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,20 @@ class Routing:
     def num_experts(self) -> int:
         """E."""
         return self.offsets_E1.shape[0] - 1
+
+    def num_rows(self, x: Tensor) -> int:
+        """R: the number of slots, or of rows of x where there is no order."""
+        return x.shape[0] if self.order_R is None else self.order_R.shape[0]
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for."""
+
+    x: bool
+    scores: bool
+    w1: bool
+    w3: bool
+    w2: bool
 
 
 def signed(integers: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from routepack.triton_kernels import reference
+from . import reference
 
 ROUTINGS = ("uniform", "empty", "hot", "duplicate", "skipped", "none")
 """Each expert alike; even experts get nothing; all tokens name the last expert; tokens repeat an expert; some slots have

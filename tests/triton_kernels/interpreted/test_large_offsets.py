@@ -20,13 +20,14 @@ import pytest
 import torch
 
 import routepack.triton_kernels as package
-from routepack.triton_kernels.routing import Routing, offsets_of_counts, route
+from routepack.triton_kernels.routing import Needs, Routing, offsets_of_counts, route
 from routepack.triton_kernels.testing import random_problem, relative_errors
 
 BEYOND = 2**31
 # Two blocks of D, three of F, three experts: an index of at least 2 meets a stride that itself fits 32 bits.
 D, F, K, E, T = 72, 130, 2, 3, 24
 WEIGHTS = ("w1", "w3", "w2")
+LAUNCH_FILES = ("launch_forward", "launch_backward")
 CASES = {
     "rows of x and of the gradient": {"x": 0, "dout": 0},
     "columns of x and of the gradient": {"x": 1, "dout": 1},
@@ -61,26 +62,26 @@ def spread(tensor, axis):
 
 
 @contextlib.contextmanager
-def own_tensors_far_apart(launch, launch_backward):
+def own_tensors_far_apart(launch_forward, launch_backward):
     """Every buffer that the launch code makes gets rows that far apart."""
-    kept = launch.new_rows, launch.new_output, launch_backward.new_parts
+    kept = launch_forward.new_rows, launch_forward.new_output, launch_backward.new_parts
 
     def new_rows(num_rows, width, like, parts=1):
         step = (BEYOND // (num_rows - 1) // 64 + 1) * 64
         storage = torch.empty((num_rows - 1) * step + parts * width, dtype=like.dtype)
         return storage.as_strided((parts, num_rows, width), (width, step, 1))
 
-    launch.new_rows = launch_backward.new_rows = new_rows
-    launch.new_output = lambda shape, like: far_apart(shape, 0, like.dtype)
+    launch_forward.new_rows = launch_backward.new_rows = new_rows
+    launch_forward.new_output = lambda shape, like: far_apart(shape, 0, like.dtype)
     launch_backward.new_parts = lambda parts, slots, like: far_apart((parts, slots), 0, torch.float32)
     yield
-    launch.new_rows, launch.new_output, launch_backward.new_parts = kept
+    launch_forward.new_rows, launch_forward.new_output, launch_backward.new_parts = kept
     launch_backward.new_rows = kept[0]
 
 
 def local_errors(axes, tma=False):
     """Errors of the output and of all gradients, on the level of launches, so that the sums can be spread as well."""
-    launch, launch_backward = (importlib.import_module(f"{package.__name__}.{name}") for name in ("launch", "launch_backward"))
+    launch_forward, launch_backward = (importlib.import_module(f"{package.__name__}.{name}") for name in LAUNCH_FILES)
     problem = random_problem(T=T, D=D, F=F, K=K, E=E, dtype=torch.float16)
     names = ("x", *WEIGHTS, "dout")
     x, w1, w3, w2, dout = (
@@ -92,18 +93,18 @@ def local_errors(axes, tma=False):
     ]
     order, inverse, offsets = route(problem.ids, E)
     plan, scores = Routing(offsets_E1=offsets, order_R=order, inverse_N=inverse, top_k=K), problem.scores.reshape(-1)
-    needs = launch_backward.Needs(x=True, scores=True, w1=True, w3=True, w2=True)
-    with own_tensors_far_apart(launch, launch_backward) if "own" in axes else contextlib.nullcontext():
-        out, h = launch.forward(x, scores, w1, w3, w2, plan, save_h=True, tma=tma)
+    needs = Needs(x=True, scores=True, w1=True, w3=True, w2=True)
+    with own_tensors_far_apart(launch_forward, launch_backward) if "own" in axes else contextlib.nullcontext():
+        out, h = launch_forward.forward(x, scores, w1, w3, w2, plan, save_h=True, tma=tma)
         dx, dscores, *_ = launch_backward.backward(dout, x, scores, w1, w3, w2, h, plan, needs, sums=sums, tma=tma)
     return relative_errors([out, dx, dscores.view(-1, K), *sums], problem.reference())
 
 
 def tail_errors():
     """The same for the zeros beyond the last row of a dispatch."""
-    launch = importlib.import_module(f"{package.__name__}.launch")
+    launch_forward = importlib.import_module(f"{package.__name__}.launch_forward")
     out = far_apart((40, 8), 0, torch.float16).fill_(1.0)
-    launch.zero_tail(out, Routing(offsets_E1=offsets_of_counts(torch.tensor([10, 3]), 40)))
+    launch_forward.zero_tail(out, Routing(offsets_E1=offsets_of_counts(torch.tensor([10, 3]), 40)))
     wanted = torch.ones(40, 8)
     wanted[13:] = 0
     return relative_errors([out], [wanted])
@@ -124,7 +125,7 @@ def test_offsets_beyond_32_bits_in_the_tail():
     assert tail_errors() == [0.0]
 
 
-KERNEL_FILES = ("tiles", "forward_kernels", "backward_kernels", "permute_kernels")
+KERNEL_FILES = ("grouped_gemm_kernels", "permute_kernels")
 CAST = re.compile(r"\.to\(tl\.int64\)|tl\.cast\((\w+), tl\.int64\)")
 
 
@@ -139,7 +140,7 @@ def casts():
 
 def load_without_cast(name, span, folder):
     """Import the kernels anew, from a copy of file *name* in which the cast at *span* is gone."""
-    for module in (*KERNEL_FILES, "launch", "launch_backward"):
+    for module in (*KERNEL_FILES, *LAUNCH_FILES):
         sys.modules.pop(f"{package.__name__}.{module}", None)
         vars(package).pop(module, None)
     source = (Path(package.__file__).parent / f"{name}.py").read_text()
@@ -184,4 +185,4 @@ def test_every_cast_to_64_bits_is_needed_and_seen(cast, tmp_path):
 
 
 def test_without_a_change_the_process_finds_nothing(tmp_path):
-    assert outcome_without_cast("tiles", (0, 0), tmp_path) == 0
+    assert outcome_without_cast("grouped_gemm_kernels", (0, 0), tmp_path) == 0

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from routepack.triton_kernels import grouped_experts, launch, launch_backward, moe_experts, reference
+from routepack.triton_kernels import grouped_experts, launch_backward, launch_forward, moe_experts, reference
 from routepack.triton_kernels.testing import random_problem, relative_error, relative_errors
 
 
@@ -122,8 +122,8 @@ def test_fp32_products_as_torch_is_told(wanted, expected):
     kept = matmul.fp32_precision
     try:
         matmul.fp32_precision = wanted
-        assert launch.precision(torch.ones(1)) == expected
-        assert launch.precision(torch.ones(1).bfloat16()) == "ieee"
+        assert launch_forward.precision(torch.float32) == expected
+        assert launch_forward.precision(torch.bfloat16) == "ieee"
     finally:
         matmul.fp32_precision = kept
 
@@ -201,14 +201,14 @@ def test_gradients_added_to_accumulators(sorted_rows):
 def test_h_is_stored_only_for_training(monkeypatch, trains):
     problem = random_problem(T=20, D=40, F=24, K=2, E=3)
     rows_of_h = []
-    allocate = launch.new_rows
+    allocate = launch_forward.new_rows
 
     def spy(num_rows, width, like, parts=1):
         if parts == 2:
             rows_of_h.append(num_rows)
         return allocate(num_rows, width, like, parts)
 
-    monkeypatch.setattr(launch, "new_rows", spy)
+    monkeypatch.setattr(launch_forward, "new_rows", spy)
     problem.x.requires_grad_(trains)
     moe_experts(problem.x, problem.ids, problem.scores, problem.w1, problem.w3, problem.w2, implementation="triton")
     assert rows_of_h == [40 if trains else 0]

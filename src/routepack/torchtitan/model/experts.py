@@ -18,7 +18,7 @@ from torchtitan.models.common.moe import RoutedExperts
 
 from routepack.torchtitan.model.overrides import PlacedRoutedExperts, TokenExperts
 from routepack.triton_kernels import grouped_experts, moe_experts
-from routepack.triton_kernels.permuted_moe import local
+from routepack.triton_kernels.permuted_moe_modules import local
 
 
 class TritonExperts(TokenExperts):

@@ -8,9 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routepack.triton_kernels.checks import IMPLEMENTATIONS, check_choice, check_leading, check_sizes
-from routepack.triton_kernels.functional import grouped_experts, moe_experts
-from routepack.triton_kernels.routing import signed
+from .argument_checks import (
+    Implementation,
+    Recompute,
+    check_choice,
+    check_leading,
+    check_operand,
+    check_scores,
+    check_sizes,
+    dtype_of,
+)
+from .permuted_moe_functions import grouped_experts, moe_experts
+from .routing import signed
 
 
 class PermutedExperts(nn.Module):
@@ -19,6 +28,9 @@ class PermutedExperts(nn.Module):
     ``experts(x, ids, scores)`` where all experts are here, ``experts.grouped(rows, counts)`` after a dispatch. Of weights that
     are DTensors the local shard is taken: under FSDP that is all of them, under expert parallelism those of the rank's experts,
     for which only ``grouped`` has a meaning.
+
+    *recompute* and *implementation* are those of :func:`.moe_experts`; *dtype* is one of torch's or its name, as a config
+    gives it: ``bfloat16``, ``float16``, ``float32`` or ``float64``. Raises ValueError or TypeError for options that are none.
     """
 
     def __init__(
@@ -27,20 +39,21 @@ class PermutedExperts(nn.Module):
         dim: int,
         hidden_dim: int,
         num_experts: int,
-        recompute: str = "none",
-        implementation: str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        recompute: Recompute = "none",
+        implementation: Implementation = "auto",
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_choice("recompute", recompute, ("none", "gate_up"))
-        check_choice("implementation", implementation, IMPLEMENTATIONS)
+        check_choice("recompute", recompute, Recompute)
+        check_choice("implementation", implementation, Implementation)
         check_sizes(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts)
         self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
         self.recompute, self.implementation = recompute, implementation
-        self.w1_EFD = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, device=device, dtype=dtype))
-        self.w2_EDF = nn.Parameter(torch.empty(num_experts, dim, hidden_dim, device=device, dtype=dtype))
-        self.w3_EFD = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, device=device, dtype=dtype))
+        made: dict[str, Any] = {"device": device, "dtype": dtype_of(dtype)}
+        self.w1_EFD = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, **made))
+        self.w2_EDF = nn.Parameter(torch.empty(num_experts, dim, hidden_dim, **made))
+        self.w3_EFD = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, **made))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -49,9 +62,9 @@ class PermutedExperts(nn.Module):
             nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor) -> Tensor:
-        """As x [..., D]; ids and scores are [..., K]. See :func:`~routepack.triton_kernels.moe_experts`.
+        """As x [..., D]; ids and scores are [..., K]. See :func:`.moe_experts`.
 
-        Raises ValueError where only some of the experts are here: ids count all of them.
+        Raises as :func:`.moe_experts`, and ValueError where only some of the experts are here: ids count all of them.
         """
         weights = self._weights()
         if weights[0].shape[0] != self.num_experts:
@@ -60,8 +73,7 @@ class PermutedExperts(nn.Module):
                 "bring the rows here and call .grouped(rows, counts)."
             )
         check_leading(x, self.dim, topk_ids)
-        if topk_scores.shape != topk_ids.shape:
-            raise ValueError(f"topk_scores is {list(topk_scores.shape)}; give one for each of topk_ids {list(topk_ids.shape)}.")
+        check_scores(topk_scores, topk_ids, x)
         flat_TD = x.reshape(-1, x.shape[-1])
         ids_TK, scores_TK = topk_ids.reshape(-1, topk_ids.shape[-1]), topk_scores.reshape(-1, topk_scores.shape[-1])
         return moe_experts(flat_TD, ids_TK, scores_TK, *weights, **self._options()).view(x.shape)
@@ -69,7 +81,7 @@ class PermutedExperts(nn.Module):
     def grouped(
         self, rows: Tensor, counts: Tensor, *, row_index: Tensor | None = None, row_scores: Tensor | None = None
     ) -> Tensor:
-        """[R, D]. See :func:`~routepack.triton_kernels.grouped_experts`."""
+        """[R, D]. See :func:`.grouped_experts`."""
         return grouped_experts(rows, counts, *self._weights(), row_index=row_index, row_scores=row_scores, **self._options())
 
     def _weights(self) -> Sequence[Tensor]:
@@ -92,6 +104,13 @@ def local(weight: Tensor) -> Tensor:
 class PermutedMoE(nn.Module):
     """A whole MoE layer: a router and :class:`PermutedExperts`.
 
+    A score is the softmax over all experts, of the experts chosen. *normalize_scores*: a token's K scores are divided by their
+    sum where K > 1. With K = 1 that would make every score 1, whatever the router says, so that it learns nothing; there the
+    softmax is the score, as in Switch Transformers and in DeepSeek-V3's code (``if top_k > 1 and norm_topk_prob``).
+
+    The router multiplies in the dtype of x and the weights, or of autocast; the scores are float32. The other options are
+    those of :class:`PermutedExperts`.
+
     >>> moe = PermutedMoE(dim=16, hidden_dim=32, num_experts=8, top_k=2)
     >>> x = torch.randn(2, 5, 16)
     >>> y, ids = moe(x), moe.last_topk_ids
@@ -107,17 +126,17 @@ class PermutedMoE(nn.Module):
         num_experts: int,
         top_k: int,
         normalize_scores: bool = True,
-        recompute: str = "none",
-        implementation: str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        recompute: Recompute = "none",
+        implementation: Implementation = "auto",
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_sizes(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, top_k=top_k)
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k={top_k} must be between 1 and num_experts={num_experts}.")
         self.top_k, self.normalize_scores = top_k, normalize_scores
-        self.router = nn.Linear(dim, num_experts, bias=False, device=device, dtype=dtype)
+        self.router = nn.Linear(dim, num_experts, bias=False, device=device, dtype=dtype_of(dtype))
         self.experts = PermutedExperts(
             dim=dim, hidden_dim=hidden_dim, num_experts=num_experts,
             recompute=recompute, implementation=implementation, device=device, dtype=dtype,
@@ -129,8 +148,12 @@ class PermutedMoE(nn.Module):
 
         ``last_topk_ids`` holds the ids that were used. Captured in a CUDA graph, it is the graph's own tensor: each replay
         writes it anew, so copy it before the next.
+
+        Raises what :func:`.moe_experts` raises: TypeError where x has another dtype than the layer, ValueError where it lies
+        on another device.
         """
         check_leading(x, self.experts.dim, topk_ids)
+        check_operand("x", x, self.router.weight, "router.weight")
         probabilities = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
         if topk_ids is None:
             topk_ids = probabilities.topk(self.top_k, dim=-1).indices
@@ -138,7 +161,7 @@ class PermutedMoE(nn.Module):
         # A slot without an expert (-1) has no score. Chosen, not multiplied by zero: the token may be NaN.
         known = (ids >= 0) & (ids < probabilities.shape[-1])
         scores = torch.where(known, probabilities.gather(-1, torch.where(known, ids, 0)), 0.0)
-        if self.normalize_scores:
+        if self.normalize_scores and scores.shape[-1] > 1:
             scores = scores / scores.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
         self.last_topk_ids = topk_ids
         return self.experts(x, topk_ids, scores)

@@ -27,7 +27,7 @@ MOST_WARPS = 32
 """1024 threads; AMD's warps of 64 reach that with 16."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class KernelConfig:
     """How one kernel is compiled."""
 
@@ -41,6 +41,11 @@ class KernelConfig:
     """Column pieces of the down projection's backward epilogue."""
     GROUP_M: int = 8
     """Row tiles that walk the columns together."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What every launch is given: all but SPLIT, which one kernel has."""
+        return {name: value for name, value in vars(self).items() if name != "SPLIT"}
 
 
 GATE_UP = "gate_up_forward"
@@ -56,47 +61,42 @@ SMALL, LARGE = "small", "large"
 """Row classes: fewer than 256 rows per expert on average, or more."""
 
 
-def _config(BM: int, BN: int, BK: int, num_warps: int, num_stages: int, SPLIT: int = 1) -> KernelConfig:
-    return KernelConfig(BM=BM, BN=BN, BK=BK, num_warps=num_warps, num_stages=num_stages, SPLIT=SPLIT)
-
-
 TABLE: dict[tuple[str, str, str], KernelConfig] = {
-    ("sm_90", GATE_UP, LARGE): _config(128, 128, 64, 8, 4),
-    ("sm_90", GATE_UP, SMALL): _config(64, 128, 64, 4, 4),
-    ("sm_90", DOWN, LARGE): _config(128, 256, 64, 8, 4),
-    ("sm_90", DOWN, SMALL): _config(64, 256, 64, 4, 4),
-    ("sm_90", DOWN_BACKWARD, LARGE): _config(128, 128, 64, 8, 4, SPLIT=4),
-    ("sm_90", DOWN_BACKWARD, SMALL): _config(64, 128, 64, 4, 4, SPLIT=4),
-    ("sm_90", INPUT_GRADIENT, LARGE): _config(128, 256, 64, 8, 4),
-    ("sm_90", INPUT_GRADIENT, SMALL): _config(64, 128, 64, 4, 4),
-    ("sm_90", WEIGHT_GRADIENT, LARGE): _config(128, 256, 64, 8, 4),
-    ("sm_90", WEIGHT_GRADIENT, SMALL): _config(128, 256, 64, 8, 4),
-    ("sm_90", WEIGHT_GRADIENT_SUM, LARGE): _config(128, 128, 64, 8, 4),
-    ("sm_100", GATE_UP, LARGE): _config(128, 128, 64, 8, 4),
-    ("sm_100", DOWN, LARGE): _config(128, 256, 64, 8, 3),
-    ("sm_100", DOWN_BACKWARD, LARGE): _config(128, 128, 64, 8, 4, SPLIT=4),
-    ("sm_100", INPUT_GRADIENT, LARGE): _config(128, 256, 64, 8, 3),
-    ("sm_100", WEIGHT_GRADIENT, LARGE): _config(128, 256, 64, 8, 3),
-    ("sm_100", WEIGHT_GRADIENT_SUM, LARGE): _config(128, 128, 64, 8, 3),
-    ("sm_80", GATE_UP, LARGE): _config(64, 128, 32, 8, 3),
-    ("sm_80", DOWN, LARGE): _config(128, 128, 32, 8, 3),
-    ("sm_80", DOWN_BACKWARD, LARGE): _config(128, 128, 32, 8, 3, SPLIT=4),
-    ("sm_80", INPUT_GRADIENT, LARGE): _config(128, 128, 32, 8, 3),
-    ("sm_80", WEIGHT_GRADIENT, LARGE): _config(128, 128, 32, 8, 3),
-    ("sm_80", WEIGHT_GRADIENT_SUM, LARGE): _config(128, 128, 32, 8, 3),
-    ("gfx942", GATE_UP, LARGE): _config(128, 64, 32, 8, 2),
-    ("gfx942", DOWN, LARGE): _config(128, 128, 64, 8, 2),
-    ("gfx942", DOWN_BACKWARD, LARGE): _config(128, 128, 64, 8, 2, SPLIT=4),
-    ("gfx942", INPUT_GRADIENT, LARGE): _config(128, 128, 64, 8, 2),
-    ("gfx942", WEIGHT_GRADIENT, LARGE): _config(128, 128, 64, 8, 2),
-    ("gfx942", WEIGHT_GRADIENT_SUM, LARGE): _config(128, 128, 64, 8, 2),
+    ("sm_90", GATE_UP, LARGE): KernelConfig(128, 128, 64, 8, 4),
+    ("sm_90", GATE_UP, SMALL): KernelConfig(64, 128, 64, 4, 4),
+    ("sm_90", DOWN, LARGE): KernelConfig(128, 256, 64, 8, 4),
+    ("sm_90", DOWN, SMALL): KernelConfig(64, 256, 64, 4, 4),
+    ("sm_90", DOWN_BACKWARD, LARGE): KernelConfig(128, 128, 64, 8, 4, SPLIT=4),
+    ("sm_90", DOWN_BACKWARD, SMALL): KernelConfig(64, 128, 64, 4, 4, SPLIT=4),
+    ("sm_90", INPUT_GRADIENT, LARGE): KernelConfig(128, 256, 64, 8, 4),
+    ("sm_90", INPUT_GRADIENT, SMALL): KernelConfig(64, 128, 64, 4, 4),
+    ("sm_90", WEIGHT_GRADIENT, LARGE): KernelConfig(128, 256, 64, 8, 4),
+    ("sm_90", WEIGHT_GRADIENT_SUM, LARGE): KernelConfig(128, 128, 64, 8, 4),
+    ("sm_100", GATE_UP, LARGE): KernelConfig(128, 128, 64, 8, 4),
+    ("sm_100", DOWN, LARGE): KernelConfig(128, 256, 64, 8, 3),
+    ("sm_100", DOWN_BACKWARD, LARGE): KernelConfig(128, 128, 64, 8, 4, SPLIT=4),
+    ("sm_100", INPUT_GRADIENT, LARGE): KernelConfig(128, 256, 64, 8, 3),
+    ("sm_100", WEIGHT_GRADIENT, LARGE): KernelConfig(128, 256, 64, 8, 3),
+    ("sm_100", WEIGHT_GRADIENT_SUM, LARGE): KernelConfig(128, 128, 64, 8, 3),
+    ("sm_80", GATE_UP, LARGE): KernelConfig(64, 128, 32, 8, 3),
+    ("sm_80", DOWN, LARGE): KernelConfig(128, 128, 32, 8, 3),
+    ("sm_80", DOWN_BACKWARD, LARGE): KernelConfig(128, 128, 32, 8, 3, SPLIT=4),
+    ("sm_80", INPUT_GRADIENT, LARGE): KernelConfig(128, 128, 32, 8, 3),
+    ("sm_80", WEIGHT_GRADIENT, LARGE): KernelConfig(128, 128, 32, 8, 3),
+    ("sm_80", WEIGHT_GRADIENT_SUM, LARGE): KernelConfig(128, 128, 32, 8, 3),
+    ("gfx942", GATE_UP, LARGE): KernelConfig(128, 64, 32, 8, 2),
+    ("gfx942", DOWN, LARGE): KernelConfig(128, 128, 64, 8, 2),
+    ("gfx942", DOWN_BACKWARD, LARGE): KernelConfig(128, 128, 64, 8, 2, SPLIT=4),
+    ("gfx942", INPUT_GRADIENT, LARGE): KernelConfig(128, 128, 64, 8, 2),
+    ("gfx942", WEIGHT_GRADIENT, LARGE): KernelConfig(128, 128, 64, 8, 2),
+    ("gfx942", WEIGHT_GRADIENT_SUM, LARGE): KernelConfig(128, 128, 64, 8, 2),
 }
 """(architecture, kernel, row class) to configuration. A missing SMALL entry means the LARGE one; other architectures
 take :func:`nearest`'s."""
 
-_FOUR_BYTES = _config(64, 64, 16, 8, 3, SPLIT=2)
+_FOUR_BYTES = KernelConfig(64, 64, 16, 8, 3, SPLIT=2)
 """For fp32, whose products are computed in full without matrix instructions: deeper or wider tiles spill."""
-_INTERPRETER = _config(64, 64, 64, 4, 1, SPLIT=2)
+_INTERPRETER = KernelConfig(64, 64, 64, 4, 1, SPLIT=2)
 
 
 @cache
@@ -218,9 +218,8 @@ def _check_whole(path: str | Path, entries: Table) -> None:
 def should_permute_first(arch: str, hidden_dim: int) -> bool:
     """Whether copying x into expert order first, to load it by TMA too, costs less than the gathered loads.
 
-    Per routed row the copy moves 4 D bytes, and the gate and up projections are 4 D F operations, so D cancels:
-    the copy pays where F (1/gathered - 1/tma) > 1/bandwidth. On an H200, 469 and 564 TFLOP/s (Triton grouped GEMM with
-    pointers and with TMA, TileOPs PR 1567) and 4.3 TB/s give F > 648; twice that is asked for until it is measured here.
+    By F (1/gathered - 1/tma) > 1/bandwidth with the figures of others' kernels on an H200 (docs/design/kernels.md): F > 648.
+    Twice that is asked for until it is measured here.
     """
     gathered, with_tma, bytes_per_second = 469e12, 564e12, 4.3e12
     break_even = 1.0 / (bytes_per_second * (1.0 / gathered - 1.0 / with_tma))

@@ -5,6 +5,7 @@ Letters: T tokens, K top-k, N slots, R sorted rows, E experts, D model dim, F hi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,15 +15,14 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from routepack.triton_kernels import configs as table
-from routepack.triton_kernels import forward_kernels, permute_kernels
-from routepack.triton_kernels.configs import KernelConfig
-from routepack.triton_kernels.routing import Routing, max_tiles, num_blocks
+from . import grouped_gemm_kernels, permute_kernels, tile_configs
+from .routing import Routing, max_tiles, num_blocks
+from .tile_configs import KernelConfig
 
 # Kernels take plain numbers for their constexpr parameters, which a type checker would refuse.
+_GATE_UP: Any = grouped_gemm_kernels.gate_up_forward
+_DOWN: Any = grouped_gemm_kernels.down_forward
 _TILE_MAP: Any = permute_kernels.tile_map
-_GATE_UP: Any = forward_kernels.gate_up_forward
-_DOWN: Any = forward_kernels.down_forward
 _COMBINE: Any = permute_kernels.combine
 _ZERO_TAIL: Any = permute_kernels.zero_tail
 
@@ -43,45 +43,52 @@ class Schedule:
 
     routing: Routing
     num_rows: int
+    """R."""
     arch: str
-    itemsize: int
+    dtype: torch.dtype
+    """Of x: what is multiplied."""
     tma: bool | None = None
     """Load by tensor descriptors: None where the architecture has them and the strides allow it."""
     _maps: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
     def config(self, kernel: str) -> KernelConfig:
         """The table's, for the average rows of an expert."""
-        return table.config_for(kernel, self.arch, self.num_rows / self.routing.num_experts, self.itemsize)
+        rows_per_expert = self.num_rows / self.routing.num_experts
+        return tile_configs.config_for(kernel, self.arch, rows_per_expert, self.dtype.itemsize)
 
     def tiles(self, tile_rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Expert and first row of each tile, and how many there are: int32, on the device."""
         if tile_rows not in self._maps:
-            self._maps[tile_rows] = self._tile_map(tile_rows)
+            num_experts, offsets_E1 = self.routing.num_experts, self.routing.offsets_E1
+            tile_expert, tile_row = offsets_E1.new_empty((2, max_tiles(self.num_rows, num_experts, tile_rows)))
+            self._maps[tile_rows] = tile_expert, tile_row, offsets_E1.new_empty(1)
+            block_E = triton.next_power_of_2(num_experts)
+            _TILE_MAP[(num_experts,)](offsets_E1, *self._maps[tile_rows], E=num_experts, BLOCK_E=block_E, BM=tile_rows, STEP=64)
         return self._maps[tile_rows]
-
-    def _tile_map(self, tile_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        num_experts, offsets_E1 = self.routing.num_experts, self.routing.offsets_E1
-        tile_expert, tile_row = offsets_E1.new_empty((2, max_tiles(self.num_rows, num_experts, tile_rows)))
-        num_tiles = offsets_E1.new_empty(1)
-        _TILE_MAP[(num_experts,)](
-            offsets_E1, tile_expert, tile_row, num_tiles,
-            E=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), BM=tile_rows, STEP=64,
-        )  # fmt: skip
-        return tile_expert, tile_row, num_tiles
 
     @cached_property
     def busiest_first_E(self) -> Tensor:
         """int32 [E]: the experts by falling number of rows."""
         return torch.argsort(self.routing.offsets_E1.diff(), descending=True, stable=True).to(torch.int32)
 
-    def grid(self, tile_rows: int, columns: int, tile_columns: int) -> tuple[int]:
-        """One program per tile that there could be; those beyond the real number return at once."""
-        return (max_tiles(self.num_rows, self.routing.num_experts, tile_rows) * num_blocks(columns, tile_columns),)
-
     def has_tma(self, *tensors: Tensor) -> bool:
         """Whether all of them can be described to the TMA unit: last axis dense, the rest in steps of 16 bytes."""
         wanted = self.arch in ("sm_90", "sm_100", "sm_103") if self.tma is None else self.tma
         return wanted and all(_is_describable(tensor) for tensor in tensors)
+
+    def launch(self, kernel: Any, config: KernelConfig, *arguments: Any, columns: int, depth: int, **constants: Any) -> None:
+        """Run *kernel* over the tiles of a result [R, columns] that sums over *depth*.
+
+        *arguments* are what stands before the order in the kernel's signature, *constants* what only this kernel has. The grid
+        has a program for each tile that there could be; those beyond the real number return at once.
+        """
+        routing = self.routing
+        num_programs = max_tiles(self.num_rows, routing.num_experts, config.BM) * num_blocks(columns, config.BN)
+        kernel[(num_programs,)](
+            *arguments, routing.order_R, routing.offsets_E1, *self.tiles(config.BM),
+            GATHER=routing.order_R is not None, MASK_N=columns % config.BN > 0, MASK_K=depth % config.BK > 0,
+            PRECISION=precision(self.dtype), **constants, **config.options,
+        )  # fmt: skip
 
 
 def _is_describable(tensor: Tensor) -> bool:
@@ -99,9 +106,9 @@ def described(tensor: Tensor, block: list[int], tma: bool) -> Any:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block) if tma else tensor
 
 
-def precision(tensor: Tensor) -> str:
+def precision(dtype: torch.dtype) -> str:
     """fp32 products as torch computes them: in full, unless TF32 is allowed."""
-    if tensor.dtype != torch.float32:
+    if dtype != torch.float32:
         return "ieee"
     # Reading allow_tf32 is an error where fp32_precision was set, which replaces it from torch 2.9 on.
     wanted = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
@@ -109,16 +116,10 @@ def precision(tensor: Tensor) -> str:
     return "tf32" if is_tf32 else "ieee"
 
 
-def compile_options(config: KernelConfig, *names: str) -> dict[str, int]:
-    """The launch options of *config*."""
-    return {name: getattr(config, name) for name in ("BM", "BN", "BK", "GROUP_M", "num_warps", "num_stages", *names)}
-
-
 def schedule_of(x: Tensor, routing: Routing, tma: bool | None = None) -> Schedule:
-    """The schedule for rows taken from *x*; R is the number of slots, or of rows where there is no order."""
-    num_rows = x.shape[0] if routing.order_R is None else routing.order_R.shape[0]
-    arch = table.architecture(x.device)
-    return Schedule(routing=routing, num_rows=num_rows, arch=arch, itemsize=x.itemsize, tma=tma)
+    """The schedule for rows taken from *x*."""
+    arch = tile_configs.architecture(x.device)
+    return Schedule(routing=routing, num_rows=routing.num_rows(x), arch=arch, dtype=x.dtype, tma=tma)
 
 
 def gate_up(
@@ -133,42 +134,40 @@ def gate_up(
 ) -> tuple[Tensor, Tensor]:
     """silu(x w1^T) * (x w3^T) [R, F] in expert order, and both factors before the activation [2, R, F].
 
-    What is not saved has no rows. *permute_first*: None leaves it to :func:`.configs.should_permute_first`.
+    What is not saved has no rows. *permute_first*: None leaves it to :func:`.tile_configs.should_permute_first`.
     """
-    if permute_first is None:
-        permute_first = table.should_permute_first(schedule.arch, w1.shape[1]) and schedule.has_tma(w1, w3)
-    routing, config = schedule.routing, schedule.config(table.GATE_UP)
     _, hidden_dim, dim = w1.shape
-    gather = routing.order_R is not None
-    is_sorted = permute_first or not gather
+    tma_w = schedule.has_tma(w1, w3)
+    if permute_first is None:
+        permute_first = tile_configs.should_permute_first(schedule.arch, hidden_dim) and tma_w
+    routing, config = schedule.routing, schedule.config(tile_configs.GATE_UP)
+    is_sorted = permute_first or routing.order_R is None
     if permute_first and routing.order_R is not None:
         x = x.index_select(0, routing.order_R.clamp(min=0) // routing.top_k)
     h = new_rows(schedule.num_rows if save_h else 0, hidden_dim, x, parts=2)
     act = new_rows(schedule.num_rows if save_act else 0, hidden_dim, x)[0]
-    tma_w = schedule.has_tma(w1, w3)
     tma_x = is_sorted and schedule.has_tma(x)
     block = [1, config.BN, config.BK]
-    _GATE_UP[schedule.grid(config.BM, hidden_dim, config.BN)](
-        described(x, [config.BM, config.BK], tma_x), described(w1, block, tma_w), described(w3, block, tma_w),
-        routing.order_R, routing.offsets_E1, *schedule.tiles(config.BM), h, act,
+    schedule.launch(
+        _GATE_UP, config,
+        described(x, [config.BM, config.BK], tma_x), described(w1, block, tma_w), described(w3, block, tma_w), h, act,
         dim, hidden_dim, *x.stride(), *w1.stride(), *w3.stride(), h.stride(0), h.stride(1), act.stride(0),
-        TOP_K=routing.top_k, GATHER=gather, SORTED=is_sorted, SAVE_H=save_h, SAVE_ACT=save_act, TMA_X=tma_x, TMA_W=tma_w,
-        MASK_N=hidden_dim % config.BN > 0, MASK_K=dim % config.BK > 0, PRECISION=precision(x), **compile_options(config),
+        columns=hidden_dim, depth=dim,
+        TOP_K=routing.top_k, SORTED=is_sorted, SAVE_H=save_h, SAVE_ACT=save_act, TMA_X=tma_x, TMA_W=tma_w,
     )  # fmt: skip
     return act, h
 
 
 def down(act: Tensor, w2: Tensor, scores: Tensor | None, out: Tensor, schedule: Schedule, *, scatter: bool) -> None:
     """out = act w2^T: in expert order, or *scatter*-ed to the slots' rows; times *scores* where they are given."""
-    routing, config = schedule.routing, schedule.config(table.DOWN)
+    config = schedule.config(tile_configs.DOWN)
     _, dim, hidden_dim = w2.shape
     tma_w, tma_act = schedule.has_tma(w2), schedule.has_tma(act)
-    _DOWN[schedule.grid(config.BM, dim, config.BN)](
-        described(act, [config.BM, config.BK], tma_act), described(w2, [1, config.BN, config.BK], tma_w),
-        routing.order_R, scores, routing.offsets_E1, *schedule.tiles(config.BM), out,
+    schedule.launch(
+        _DOWN, config,
+        described(act, [config.BM, config.BK], tma_act), described(w2, [1, config.BN, config.BK], tma_w), scores, out,
         dim, hidden_dim, act.stride(0), *w2.stride(), out.stride(0),
-        GATHER=routing.order_R is not None, SCATTER=scatter, SCALE=scores is not None, TMA_ACT=tma_act, TMA_W=tma_w,
-        MASK_N=dim % config.BN > 0, MASK_K=hidden_dim % config.BK > 0, PRECISION=precision(act), **compile_options(config),
+        columns=dim, depth=hidden_dim, SCATTER=scatter, SCALE=scores is not None, TMA_ACT=tma_act, TMA_W=tma_w,
     )  # fmt: skip
 
 
@@ -191,19 +190,22 @@ def zero_tail(out: Tensor, routing: Routing) -> None:
     )
 
 
-def to_slots(write: Any, shape: torch.Size, like: Tensor, scores: Tensor | None, schedule: Schedule) -> Tensor:
-    """What a GEMM writes in expert order, brought to the rows that were given: summed, scattered or as it is."""
+def to_slots(
+    write: Callable[[Tensor, bool], None], shape: torch.Size, like: Tensor, scores: Tensor | None, schedule: Schedule
+) -> Tensor:
+    """[shape]: what ``write(rows, scatter)`` computes in expert order, brought to the rows that were given.
+
+    Slots that share a token are summed, weighted by *scores*; rows of a dispatch are scattered, or left as they are.
+    """
     routing = schedule.routing
+    out = new_output(shape, like)
     if routing.inverse_N is not None:
         y = new_rows(schedule.num_rows, shape[1], like)[0]
         write(y, False)
-        out = new_output(shape, like)
         combine(y, scores, routing, out)
     elif routing.order_R is not None:
-        out = new_output(shape, like).zero_()
-        write(out, True)
+        write(out.zero_(), True)
     else:
-        out = new_output(shape, like)
         write(out, False)
         zero_tail(out, routing)
     return out
@@ -215,8 +217,6 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output, shaped as x, and h (see :func:`gate_up`). Scores are contiguous, one per slot."""
     schedule = schedule_of(x, routing, tma)
-    if schedule.num_rows == 0 or x.shape[0] == 0:
-        return x.new_zeros(x.shape), x.new_zeros((2, schedule.num_rows if save_h else 0, w1.shape[1]))
     act, h = gate_up(x, w1, w3, schedule, save_h=save_h, permute_first=permute_first)
     row_scores = scores if routing.inverse_N is None else None
 

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from routepack.triton_kernels.routing import Routing
+from .routing import Needs, Routing
 
 
 def _experts(routing: Routing, x: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
-    """Each expert that has rows, its sorted rows, and their slots; none where x has no row to read."""
-    if x.shape[0] == 0:
+    """Each expert that has rows, its sorted rows, and their slots; none where there are no rows, or none of x to read."""
+    if x.shape[0] == 0 or routing.num_rows(x) == 0:
         return
     for expert, (start, end) in enumerate(pairwise(routing.offsets_E1.tolist())):
         if start < end:
@@ -49,16 +49,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def num_rows(x: Tensor, routing: Routing) -> int:
-    """R."""
-    return x.shape[0] if routing.order_R is None else routing.order_R.shape[0]
-
-
 def forward(
     x: Tensor, scores_N: Tensor | None, w1: Tensor, w3: Tensor, w2: Tensor, routing: Routing, *, save_h: bool
 ) -> tuple[Tensor, Tensor]:
     """Output, shaped as x, and gate and up [2, R, F] ([2, 0, F] unless *save_h*)."""
-    h = x.new_zeros((2, num_rows(x, routing) if save_h else 0, w1.shape[1]))
+    h = x.new_zeros((2, routing.num_rows(x) if save_h else 0, w1.shape[1]))
     wide = _wide(x.dtype)
     out_ND = x.new_zeros((x.shape[0] * routing.top_k, x.shape[1]), dtype=x.dtype if routing.top_k == 1 else wide)
     for expert, rows, slots in _experts(routing, x):
@@ -75,7 +70,7 @@ def forward(
 
 def backward(
     dout: Tensor, x: Tensor, scores_N: Tensor | None, w1: Tensor, w3: Tensor, w2: Tensor, h: Tensor, routing: Routing,
-    needs: Sequence[bool], *, sums: Sequence[Tensor] | None = None,
+    needs: Needs, *, sums: Sequence[Tensor] | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """Gradients of x, scores [N] (wide), w1, w3, w2, each None unless it *needs* to be known.
 
@@ -102,13 +97,13 @@ def backward(
             dact, act = dact * score, act * score
         dgate = (dact * up * (sigmoid + silu * (1 - sigmoid))).to(x.dtype)
         dup = (dact * silu).to(x.dtype)
-        if needs[0]:
+        if needs.x:
             dx_ND[slots[slots >= 0]] = (dgate @ w1[expert] + dup @ w3[expert]).to(wide)[slots >= 0]
         for dw, a, b in zip(dws, (dgate, dup, dout_rows), (x_rows, x_rows, act.to(x.dtype)), strict=True):
             if dw is not None:
                 dw[expert] += a.T @ b if sums is None else a.T.to(wide) @ b.to(wide)
-    dx = dx_ND.view(x.shape[0], top_k, x.shape[1]).sum(dim=1).to(x.dtype) if needs[0] else None
-    return [dx, dscores_N if needs[1] else None, *(dws if sums is None else (None, None, None))]
+    dx = dx_ND.view(x.shape[0], top_k, x.shape[1]).sum(dim=1).to(x.dtype) if needs.x else None
+    return [dx, dscores_N if needs.scores else None, *(dws if sums is None else (None, None, None))]
 
 
 def _targets(weights: Sequence[Tensor], needs: Sequence[bool], sums: Sequence[Tensor] | None) -> list[Tensor | None]:

@@ -7,16 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from routepack.triton_kernels import ops
-from routepack.triton_kernels.checks import (
-    check_accumulators,
-    check_choice,
-    check_grouped,
-    check_local,
-    check_transforms,
-    choose_implementation,
-)
-from routepack.triton_kernels.routing import offsets_of_counts, signed
+from . import argument_checks as checks
+from . import torch_operators
+from .argument_checks import Implementation, Recompute
+from .routing import offsets_of_counts, signed
 
 
 def moe_experts(
@@ -27,27 +21,28 @@ def moe_experts(
     w3: Tensor,
     w2: Tensor,
     *,
-    activation: str = "swiglu",
-    recompute: str = "none",
-    implementation: str = "auto",
+    recompute: Recompute = "none",
+    implementation: Implementation = "auto",
     grad_accumulators: Sequence[Tensor] | None = None,
     permute_first: bool | None = None,
     tma: bool | None = None,
 ) -> Tensor:
     """[T, D]: ``out[t] = sum_k scores[t, k] * w2[e] (silu(w1[e] x[t]) * (w3[e] x[t]))`` with ``e = ids[t, k]``.
 
-    For experts that all lie on this device. Nothing is padded, no row is copied K times, and the host never waits for the
-    device. The result does not depend on anything but the input, bit for bit.
+    For SwiGLU experts (other activations are not computed) that all lie on this device. Nothing is padded, no row is copied K
+    times, and the host never waits for the device. The result does not depend on anything but the input, bit for bit.
+
+    x and the weights have one dtype. Under autocast they are converted to autocast's, as by torch.matmul: all but float64.
 
     Args:
         x: [T, D], float32, bfloat16 or float16 (float64 too without Triton), of any strides.
         topk_ids: int [T, K]. An id outside of 0 .. E - 1 (use -1) marks a slot without an expert: it adds nothing and its
             score, whatever it is, gets no gradient. A token may name an expert twice.
-        topk_scores: float [T, K], of any dtype and strides (copied where they do not lie side by side); differentiable.
+        topk_scores: float [T, K], of any of these dtypes, whatever that of x, and of any strides (copied where they do not
+            lie side by side); differentiable.
         w1: gate weights [E, F, D], of any strides, such as ``w13[:, :F]`` or ``w13.view(E, F, 2, D)[:, :, 0]``.
         w3: up weights [E, F, D].
         w2: down weights [E, D, F].
-        activation: ``"swiglu"``.
         recompute: what the backward pass computes again instead of keeping it: ``"none"`` keeps x and both projections
             (2 D + 4 K F bytes a token in 16 bits), ``"gate_up"`` only x (2 D bytes) for 2/9 more arithmetic in the layer.
         implementation: ``"auto"`` is Triton for tensors on a GPU and the loop over experts elsewhere; ``"triton"`` (on the
@@ -67,11 +62,8 @@ def moe_experts(
     >>> moe_experts(x, torch.tensor([[0], [2]]), scores, w1, w3, w2)[:, 0].round().tolist()
     [126.0, 251.0]
     """
-    x, w1, w3, w2 = _autocast(x, w1, w3, w2)
-    check_local(x, topk_ids, topk_scores, w1, w3, w2)
-    check_choice("activation", activation, ("swiglu",))
-    implementation = choose_implementation(x, implementation)
-    order, inverse, offsets = ops.route(topk_ids, w1.shape[0])
+    checks.check_local(x, topk_ids, topk_scores, w1, w3, w2)
+    order, inverse, offsets = torch_operators.route(topk_ids, w1.shape[0])
     return _experts(
         x, topk_scores, w1, w3, w2, offsets, order, inverse, topk_ids.shape[1],
         recompute, implementation, permute_first, tma, grad_accumulators,
@@ -87,9 +79,8 @@ def grouped_experts(
     *,
     row_index: Tensor | None = None,
     row_scores: Tensor | None = None,
-    activation: str = "swiglu",
-    recompute: str = "none",
-    implementation: str = "auto",
+    recompute: Recompute = "none",
+    implementation: Implementation = "auto",
     grad_accumulators: Sequence[Tensor] | None = None,
     permute_first: bool | None = None,
     tma: bool | None = None,
@@ -113,10 +104,7 @@ def grouped_experts(
     >>> grouped_experts(rows, counts, w1, w3, w2)[:, 0].round().tolist()
     [126.0, 126.0, 0.0]
     """
-    rows, w1, w3, w2 = _autocast(rows, w1, w3, w2)
-    check_grouped(rows, counts, w1, w3, w2, row_index, row_scores)
-    check_choice("activation", activation, ("swiglu",))
-    implementation = choose_implementation(rows, implementation)
+    checks.check_grouped(rows, counts, w1, w3, w2, row_index, row_scores)
     num_rows = rows.shape[0] if row_index is None else row_index.shape[0]
     offsets = offsets_of_counts(counts, num_rows)
     order = None
@@ -132,27 +120,19 @@ def grouped_experts(
 
 def _experts(
     x: Tensor, scores: Tensor | None, w1: Tensor, w3: Tensor, w2: Tensor,
-    offsets: Tensor, order: Tensor | None, inverse: Tensor | None, top_k: int,
-    recompute: str, implementation: str, permute_first: bool | None, tma: bool | None, accumulators: Sequence[Tensor] | None,
+    offsets: Tensor, order: Tensor | None, inverse: Tensor | None, top_k: int, recompute: Recompute,
+    implementation: Implementation, permute_first: bool | None, tma: bool | None, accumulators: Sequence[Tensor] | None,
 ) -> Tensor:  # fmt: skip
-    check_choice("recompute", recompute, ("none", "gate_up"))
+    x, w1, w3, w2 = (tensor.to(checks.computed_dtype(tensor)) for tensor in (x, w1, w3, w2))
+    implementation = checks.choose_implementation(x, implementation)
+    checks.check_choice("recompute", recompute, Recompute)
     if accumulators is not None:
-        check_accumulators(accumulators, (w1, w3, w2))
+        checks.check_accumulators(accumulators, (w1, w3, w2))
     differentiable = [tensor for tensor in (x, scores, w1, w3, w2) if tensor is not None]
-    check_transforms(differentiable)
+    checks.check_transforms(differentiable)
     trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable)
     save_h = trains and recompute == "none"
     sums = (None, None, None) if accumulators is None else tuple(accumulators)
-    return ops.experts(
+    return torch_operators.experts(
         x, scores, w1, w3, w2, offsets, order, inverse, top_k, save_h, implementation, permute_first, tma, *sums
     )[0]  # fmt: skip
-
-
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """As torch.matmul under autocast: its operands in the autocast dtype, unless they are float64 or no floats at all."""
-    device = tensors[0].device.type
-    # Autocast knows nothing of the meta device, and asking is an error.
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor for tensor in tensors]
