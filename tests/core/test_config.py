@@ -136,3 +136,20 @@ def test_a_value_of_another_type_is_told_with_what_is_needed(given):
     value = "None" if given == "null" else "'two'"
     with pytest.raises(ConfigError, match=rf"part.count={value}: .*: a whole number is needed, or leave it out"):
         build(load([], [f"part.count={given}"]), "part", base=Logged)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Either:
+    """Takes a number or a text, or neither."""
+
+    what: int | str | None = None
+
+
+@pytest.mark.parametrize(("given", "value"), [("3", 3), ("x", "x"), ("null", None)])
+def test_an_option_of_several_types_takes_each(given, value):
+    assert build(load([], [f"part.what={given}"]), "part", base=Either).what == value
+
+
+def test_an_option_of_several_types_takes_no_other():
+    with pytest.raises(ConfigError, match=r"part\.what=1\.5 is a float; give a int or str"):
+        build(load([], ["part.what=1.5"]), "part", base=Either)

@@ -179,6 +179,11 @@ def checked_value(name: str, value: Any, hint: Any, *, error: type[RoutePackErro
         if len(each) != len(value):
             raise error(f"{name}={value!r} must hold {len(each)} values.")
         return tuple(checked_value(name, one, kind, error=error) for one, kind in zip(value, each, strict=True))
+    kinds = typing.get_args(hint) if origin in (typing.Union, types.UnionType) else ()
+    if kinds:
+        # No component has a choice of numbers with limits: a value of any of the kinds will do.
+        instance(name, value, tuple(typing.get_origin(one) or one for one in kinds), error=error)
+        return value
     kind = origin or hint
     if kind is Mapping and isinstance(value, Mapping):
         for key, one in value.items():
