@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from routepack.core.errors import ConfigError
 from routepack.core.plans import PackingRules
-from routepack.solvers._bin_completion import NO, UNDECIDED, YES
-from routepack.solvers.fewest_microbatches import bin_completion, certify_rows, l2_bound
+from routepack.solvers.bin_completion import NO, UNDECIDED, YES, bin_completion
+from routepack.solvers.fewest_microbatches import certify_rows, l2_bound
 
 
 def fewest_bins(lengths, cap):

@@ -11,10 +11,15 @@ from typing import ClassVar
 import numpy as np
 
 from routepack.core.errors import ConfigError, InfeasibleError
-from routepack.solvers import _anneal_kernels as kernels
-from routepack.solvers._joined_kernels import SLOPE, anneal_joined
+from routepack.solvers.anneal_joined_groups import SLOPE, anneal_joined
+from routepack.solvers.anneal_separate_groups import anneal_separate
 from routepack.solvers.rank_loads import summed_by_unit
 
+CHANGED = (
+    "load_SRL", "length_S", "cost_SI", "cell_of_S", "tokens_C", "count_C", "cost_CI", "load_URL", "peak_U", "attention_U",
+    "expert", "max_tokens",
+)  # fmt: skip
+"""What both annealing kernels are given first, in this order."""
 NOTHING = np.zeros(0, dtype=np.int64)
 
 
@@ -93,6 +98,9 @@ class Layout:
         self.peak_U = self.load_URL.max(axis=1).sum(axis=1, dtype=np.int64)
         self.attention_U = self.cost_CI.reshape(self.num_units, self.cells_per_unit, -1).max(axis=1).sum(axis=1)
 
+    def _figures(self) -> list[np.ndarray]:
+        return [getattr(self, name) for name in CHANGED]
+
     def packed(self) -> np.ndarray:
         """int32 [S]: the cell of every sequence, in the order in which the sequences were given."""
         cell_of_S = np.empty(len(self.cell_of_S), dtype=np.int32)
@@ -114,11 +122,8 @@ class Layout:
 
     def run(self, members, num_proposals: int, temperature: float, near: int, state, *, seen=None, changes=NOTHING) -> int:
         """Propose moves and swaps among *members*; *seen*: group costs to start from and to keep up. How many it took."""
-        return kernels.anneal_domain(
-            self.load_SRL, self.length_S, self.cost_SI, self.cell_of_S, self.tokens_C, self.count_C, self.cost_CI,
-            self.load_URL, self.peak_U, self.attention_U, self.cost_G() if seen is None else seen, self.expert,
-            self.max_tokens, members, num_proposals, temperature, near, state, changes,
-        )  # fmt: skip
+        cost_G = self.cost_G() if seen is None else seen
+        return anneal_separate(*self._figures(), cost_G, members, num_proposals, temperature, near, state, changes)
 
     def energy(self) -> int:
         """What is annealed: G max U_g + sum of U_g."""
@@ -165,10 +170,17 @@ class JoinedLayout(Layout):
     def run(self, members, num_proposals: int, temperature: float, near: int, state, *, seen=None, changes=NOTHING) -> int:
         """Propose moves and swaps among *members*; how many it took."""
         return anneal_joined(
-            self.load_SRL, self.length_S, self.cost_SI, self.cell_of_S, self.tokens_C, self.count_C, self.cost_CI,
-            self.load_URL, self.peak_UL, self.peak_U, self.attention_U, self.value_M, self.by_layer, self.expert,
-            self.max_tokens, members, num_proposals, temperature, near, state, changes,
-        )  # fmt: skip
+            *self._figures(),
+            self.peak_UL,
+            self.value_M,
+            self.by_layer,
+            members,
+            num_proposals,
+            temperature,
+            near,
+            state,
+            changes,
+        )
 
     def energy(self) -> int:
         """What is annealed: mostly what all microbatches wait for, and the sum of U_g for slope."""
