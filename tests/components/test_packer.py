@@ -221,5 +221,5 @@ def test_a_packer_that_makes_too_few_microbatches_for_the_rules_is_named():
 
 
 def test_a_budget_below_zero_is_refused():
-    with pytest.raises(ConfigError, match="packer.certify_steps"):
+    with pytest.raises(ConfigError, match=r"packer\.certify_steps"):
         FirstFitPacker(max_tokens=10, certify_steps=-1)

@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def num_units(self) -> int:
-        """U."""
+        """U, microbatches times groups."""
         return self.num_cells // self.cells_per_unit
 
     def restore(self, cell_of_S: np.ndarray) -> None:
@@ -137,7 +137,7 @@ class Layout:
 
 
 class JoinedLayout(Layout):
-    """The same where the groups of a microbatch wait for one another: in every layer and attention stage, or once."""
+    """A packing whose groups wait for one another in every microbatch: in each layer and attention stage, or once."""
 
     groups_apart: ClassVar[bool] = False
 
@@ -164,7 +164,7 @@ class JoinedLayout(Layout):
 
     @property
     def num_blocks(self) -> int:
-        """Whole microbatches."""
+        """M: blocks are whole microbatches."""
         return self.num_units // self.num_groups
 
     def run(self, members, num_proposals: int, temperature: float, near: int, state, *, seen=None, changes=NOTHING) -> int:
