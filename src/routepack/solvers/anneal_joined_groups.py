@@ -56,8 +56,8 @@ def _waited_after(cost_CI, cost_SI, top_MIT, cell_MIT, row_C, a, b, s, t):
 
 @njit(nogil=True, cache=True)
 def anneal_joined(
-    load_SRL, length_S, cost_SI, cell_of_S, tokens_C, count_C, cost_CI, load_URL, peak_U, attention_U, expert, max_tokens,
     peak_UL, value_M, by_layer, members, num_proposals, temperature, near, state, changes,
+    load_SRL, length_S, cost_SI, cell_of_S, tokens_C, count_C, cost_CI, load_URL, peak_U, attention_U, expert, max_tokens,
 ):  # fmt: skip
     """Move and swap the *members* among their cells; returns how many proposals were accepted.
 

@@ -43,8 +43,8 @@ def _largest_after(cost_GI, top_BIT, cell_BIT, g, change_g, h, change_h):
 
 @njit(nogil=True, cache=True)
 def anneal_separate(
-    load_SRL, length_S, cost_SI, cell_of_S, tokens_C, count_C, cost_CI, load_URL, peak_U, attention_U, expert, max_tokens,
     cost_G, members, num_proposals, temperature, near, state, changes,
+    load_SRL, length_S, cost_SI, cell_of_S, tokens_C, count_C, cost_CI, load_URL, peak_U, attention_U, expert, max_tokens,
 ):  # fmt: skip
     """Move and swap the *members* among their cells; returns how many proposals were accepted.
 

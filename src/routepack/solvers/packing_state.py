@@ -19,7 +19,7 @@ CHANGED = (
     "load_SRL", "length_S", "cost_SI", "cell_of_S", "tokens_C", "count_C", "cost_CI", "load_URL", "peak_U", "attention_U",
     "expert", "max_tokens",
 )  # fmt: skip
-"""What both annealing kernels are given first, in this order."""
+"""What both annealing kernels are given last, in this order."""
 NOTHING = np.zeros(0, dtype=np.int64)
 
 
@@ -123,7 +123,7 @@ class Layout:
     def run(self, members, num_proposals: int, temperature: float, near: int, state, *, seen=None, changes=NOTHING) -> int:
         """Propose moves and swaps among *members*; *seen*: group costs to start from and to keep up. How many it took."""
         cost_G = self.cost_G() if seen is None else seen
-        return anneal_separate(*self._figures(), cost_G, members, num_proposals, temperature, near, state, changes)
+        return anneal_separate(cost_G, members, num_proposals, temperature, near, state, changes, *self._figures())
 
     def energy(self) -> int:
         """What is annealed: G max U_g + sum of U_g."""
@@ -169,18 +169,8 @@ class JoinedLayout(Layout):
 
     def run(self, members, num_proposals: int, temperature: float, near: int, state, *, seen=None, changes=NOTHING) -> int:
         """Propose moves and swaps among *members*; how many it took."""
-        return anneal_joined(
-            *self._figures(),
-            self.peak_UL,
-            self.value_M,
-            self.by_layer,
-            members,
-            num_proposals,
-            temperature,
-            near,
-            state,
-            changes,
-        )
+        own = self.peak_UL, self.value_M, self.by_layer
+        return anneal_joined(*own, members, num_proposals, temperature, near, state, changes, *self._figures())
 
     def energy(self) -> int:
         """What is annealed: mostly what all microbatches wait for, and the sum of U_g for slope."""
