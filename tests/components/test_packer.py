@@ -220,14 +220,6 @@ def test_a_packer_that_makes_too_few_microbatches_for_the_rules_is_named():
         packer.pack(problem(packer, [8, 9, 2, 3]))
 
 
-def test_cp_sat_without_ortools_is_refused_when_asked_for(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert FirstFitPacker(max_tokens=10).certify_seconds == 0
-    with pytest.raises(ConfigError, match=r"packer.certify_seconds=1.0 asks CP-SAT, and ortools is not installed"):
-        FirstFitPacker(max_tokens=10, certify_seconds=1.0)
-
-
-@pytest.mark.parametrize("options", [{"certify_steps": -1}, {"certify_seconds": -0.5}])
-def test_budgets_below_zero_are_refused(options):
-    with pytest.raises(ConfigError, match=f"packer.{next(iter(options))}"):
-        FirstFitPacker(max_tokens=10, **options)
+def test_a_budget_below_zero_is_refused():
+    with pytest.raises(ConfigError, match=r"packer\.certify_steps"):
+        FirstFitPacker(max_tokens=10, certify_steps=-1)

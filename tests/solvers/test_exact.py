@@ -126,8 +126,11 @@ def test_the_plan_found_is_the_best_of_those_that_do_not_mix_modalities(seed, sh
 
 
 def test_what_was_cut_short_is_not_called_proven(monkeypatch):
-    monkeypatch.setattr(exact, "MAX_NODES", 3)
-    assert not tiny(window(0, (1, 4, 2), layers=3), "step").solve()[2]
+    made = tiny(window(3, (1, 4, 2), layers=5, experts=8, sequences=7), "step")
+    assert made.solve()[2]
+    monkeypatch.setattr(exact, "FEW_CHOICES", 1)
+    monkeypatch.setattr(exact, "MAX_CHOICES", 1)
+    assert not made.solve()[2]
 
 
 def test_what_does_not_fit_has_no_plan():

@@ -4,8 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routepack.cost.bounds import placement_bound
-from routepack.solvers import _placement_kernels
-from routepack.solvers.placement import anneal_ranks, balanced_ranks, keep_in_place, refine_ranks, slots_of_ranks
+from routepack.solvers import placement_swaps
+from routepack.solvers.placement import balanced_ranks, keep_in_place, slots_of_ranks
+from routepack.solvers.placement_swaps import anneal_ranks, refine_ranks
 
 
 def rank_loads(tokens_LE, rank_of_LE, ranks):
@@ -79,8 +80,8 @@ def test_incremental_change_of_a_layer_equals_a_recomputation_exactly(ranks, joi
     rank_of_E = (np.arange(16) % ranks).astype(np.int32)
     before = waited(load_EU, rank_of_E, ranks, joined)
     # 100,000 swaps, all of them taken.
-    pairs = 100_000 // _placement_kernels.SWAPS_PER_PAIR
-    change = _placement_kernels.anneal_layer(load_EU, rank_of_E, ranks, joined, pairs, 1e18, np.array([7], dtype=np.uint64))
+    pairs = 100_000 // placement_swaps.SWAPS_PER_PAIR
+    change = placement_swaps.anneal_layer(load_EU, rank_of_E, ranks, joined, pairs, 1e18, np.array([7], dtype=np.uint64))
     assert (np.bincount(rank_of_E) == 16 // ranks).all()
     assert waited(load_EU, rank_of_E, ranks, joined) == before + change
 
@@ -94,7 +95,7 @@ def test_one_sweep_of_two_ranks_takes_the_best_swap_of_all(seed, joined):
     for ranks_E, (e, f) in zip(swapped, ((e, f) for e in range(0, 8, 2) for f in range(1, 8, 2)), strict=True):
         ranks_E[[e, f]] = ranks_E[[f, e]]
     best = min(waited(load_EU, ranks_E, 2, joined) for ranks_E in [rank_of_E, *swapped])
-    _placement_kernels.refine_layer(load_EU, rank_of_E, 2, joined, 1)
+    placement_swaps.refine_layer(load_EU, rank_of_E, 2, joined, 1)
     assert waited(load_EU, rank_of_E, 2, joined) == best
 
 

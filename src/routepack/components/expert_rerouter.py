@@ -51,18 +51,18 @@ class SwapSearch(PlacementSearch):
 
     def refine(self, slots_LP: np.ndarray, units: PackedUnits) -> np.ndarray:
         """Swaps that lower the sum over units of the fullest rank; never raises it."""
-        from routepack.solvers import placement
+        from routepack.solvers import placement, placement_swaps
 
         load_LEU, rank_of_LE = _loads(slots_LP, units)
         limits = {"joined_units": units.joined_units, "sweeps": self.sweeps}
-        return placement.slots_of_ranks(placement.refine_ranks(load_LEU, rank_of_LE, units.num_ranks, **limits))
+        return placement.slots_of_ranks(placement_swaps.refine_ranks(load_LEU, rank_of_LE, units.num_ranks, **limits))
 
     def anneal(self, slots_LP: np.ndarray, units: PackedUnits, *, temperature: float, seed: int, effort: float) -> np.ndarray:
         """Swaps by Metropolis, layer by layer, on what the packed units wait for."""
-        from routepack.solvers import placement
+        from routepack.solvers import placement, placement_swaps
 
         load_LEU, rank_of_LE = _loads(slots_LP, units)
-        ranks_LE = placement.anneal_ranks(
+        ranks_LE = placement_swaps.anneal_ranks(
             load_LEU,
             rank_of_LE,
             units.num_ranks,

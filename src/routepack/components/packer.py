@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from abc import abstractmethod
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
@@ -12,7 +11,7 @@ import numpy as np
 
 from routepack.components import modalities
 from routepack.core.component import Limits
-from routepack.core.errors import ConfigError, InfeasibleError, PlanError
+from routepack.core.errors import InfeasibleError, PlanError
 from routepack.core.plans import Certificate, Packing, PackingRules, Sync, Topology
 from routepack.cost.models import CostRates
 
@@ -76,16 +75,6 @@ class Packer(PackingRules):
     """Tokens that one cell may hold."""
     certify_steps: Annotated[int, Limits(least=0)] = 100_000_000
     """How far bin completion searches where bound and packing differ: looks at a length, about 1 ns each; 0: not at all."""
-    certify_seconds: Annotated[float, Limits(least=0.0, most=86_400.0)] = 0.0
-    """How far CP-SAT (extra ``certify``) searches where that ends undecided: seconds of its deterministic clock."""
-
-    def check_options(self) -> None:
-        """Raise ConfigError where CP-SAT is asked for and not installed."""
-        if self.certify_seconds and importlib.util.find_spec("ortools") is None:
-            raise ConfigError(
-                f"packer.certify_seconds={self.certify_seconds} asks CP-SAT, and ortools is not installed: "
-                "pip install 'routepack[certify]', or set certify_seconds=0."
-            )
 
     @property
     def rules(self) -> PackingRules:
@@ -130,8 +119,8 @@ class Packer(PackingRules):
     ) -> tuple[Certificate, np.ndarray]:
         from routepack.solvers import fewest_microbatches
 
-        search = {"steps": self.certify_steps, "cp_sat_seconds": self.certify_seconds}
-        return fewest_microbatches.certify_rows(length_S, self.max_tokens, ranks, seed=seed, rules=rules, **search)
+        steps = self.certify_steps
+        return fewest_microbatches.certify_rows(length_S, self.max_tokens, ranks, seed=seed, rules=rules, steps=steps)
 
     def _check_no_equal_sequences(self) -> None:
         if self.equal_sequences:

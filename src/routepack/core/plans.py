@@ -272,7 +272,7 @@ class Certificate(Component):
     lower_bound: Count
     """Microbatches that no packing can go below: a bin-packing bound divided by the DP ranks, rounded up."""
     method: str
-    """What proves that: ``L2``, or an exact search that found fewer impossible: ``bin completion``, ``CP-SAT``."""
+    """What proves that: ``L2``, or ``bin completion``, the exact search that found fewer impossible."""
     possible: Count = None  # pyrefly: ignore[bad-assignment]
     """The fewest that a packing was found for. None, when constructing: ``num_microbatches``."""
 

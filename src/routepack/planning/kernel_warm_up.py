@@ -18,7 +18,7 @@ from routepack.cost import models
 from routepack.planning.search import PlannerSettings
 
 FEWEST_SEQUENCES = 16
-"""Enough not to be planned exactly, by kernels of their own."""
+"""Enough not to be planned exactly, which compiles nothing."""
 _READY: set[tuple[object, ...]] = set()
 
 

@@ -7,15 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from routepack.core.errors import ConfigError
 from routepack.core.plans import Certificate, PackingRules
-from routepack.solvers._bin_completion import NO, UNDECIDED, YES, complete_bins
+from routepack.solvers.bin_completion import STEPS, UNDECIDED, bin_completion
 from routepack.solvers.greedy import fill_empty, first_fit
-
-STEPS = 100_000_000
-"""Looks at a length that bin completion may take for one question; about 0.1 s."""
-LARGEST_MODEL = 200_000
-"""Distinct lengths x bins that CP-SAT is asked about; building a larger model takes longer than solving pays."""
 
 
 def l2_bound(length_S: np.ndarray, max_tokens: int) -> int:
@@ -46,35 +40,28 @@ def certify_rows(
     seed: int = 0,
     rules: PackingRules | None = None,
     steps: int = STEPS,
-    cp_sat_seconds: float = 0.0,
 ) -> tuple[Certificate, np.ndarray]:
     """The fewest microbatches found, what proves that fewer will not do, and a legal packing with that many.
 
-    First the L2 bound and quick packings; where they differ, bin completion for *steps* steps a question, then
-    CP-SAT for so many seconds of its own deterministic clock. All of it repeats bit for bit.
+    First the L2 bound and quick packings; where they differ, bin completion for *steps* steps a question. All of it repeats
+    bit for bit.
 
     Returns:
         the certificate, and ``cell_of_S`` int32 [S]: no cell above the cap, none empty where S allows it. Equal
         numbers of sequences (``rules.equal_sequences``) are not seen to here.
-
-    Raises:
-        ConfigError: *cp_sat_seconds* without ortools.
 
     """
     rules, length_S = rules or PackingRules(), np.asarray(length_S, dtype=np.int64)
     lower, method = rules.allowed(-(-l2_bound(length_S, max_tokens) // num_ranks)), "L2"
     cell_of_S, rows = _quick(length_S, max_tokens, num_ranks, rules, lower, seed)
     while lower < rows:
-        asked = {"length_S": length_S, "max_tokens": max_tokens, "num_bins": lower * num_ranks}
-        name, (answer, found) = "bin completion", bin_completion(**asked, steps=steps)
-        if answer == UNDECIDED and cp_sat_seconds:
-            name, (answer, found) = "CP-SAT", cp_sat(**asked, seconds=cp_sat_seconds, seed=seed)
+        answer, found = bin_completion(length_S, max_tokens, lower * num_ranks, steps=steps)
         if answer == UNDECIDED:
             break
         if found is not None:
             cell_of_S, rows = found, lower
         else:
-            lower, method = rules.allowed(lower + 1), name
+            lower, method = rules.allowed(lower + 1), "bin completion"
     certificate = Certificate(num_microbatches=rows, lower_bound=lower, method=method)
     return certificate, fill_empty(cell_of_S, length_S, rows * num_ranks)
 
@@ -100,70 +87,3 @@ def _orders(length_S: np.ndarray, seed: int, attempts: int = 16):
     rng = np.random.default_rng(seed)
     for _ in range(attempts):
         yield np.argsort(-length_S * rng.uniform(0.9, 1.1, len(length_S)), kind="stable")
-
-
-def bin_completion(
-    length_S: np.ndarray, max_tokens: int, num_bins: int, *, steps: int = STEPS
-) -> tuple[int, np.ndarray | None]:
-    """Whether the lengths fit into so many bins: NO, YES with ``cell_of_S``, or UNDECIDED after *steps* steps.
-
-    Bin completion (Korf 2002): each bin takes the longest sequence left and one of the undominated sets that
-    complete it; L2 of what is left, and the tokens that the bins can spare, cut the search.
-
-    >>> bin_completion(np.array([6, 5, 4, 3, 2]), 10, 2)[0] == YES, bin_completion(np.array([6, 6, 6, 2]), 10, 2)[0] == NO
-    (True, True)
-    """
-    value_V, kind_S, count_V = np.unique(-np.asarray(length_S, dtype=np.int64), return_inverse=True, return_counts=True)
-    take_BV = np.zeros((num_bins, len(value_V)), dtype=np.int64)
-    answer = complete_bins(-value_V, count_V.astype(np.int64), max_tokens, num_bins, steps, take_BV)
-    return int(answer), _dealt(kind_S, take_BV) if answer == YES else None
-
-
-def _dealt(kind_S: np.ndarray, take_BV: np.ndarray) -> np.ndarray:
-    """int32 [S]: bins of sequences, given how many of each kind a bin takes."""
-    bins_V = [np.repeat(np.arange(len(take_BV)), take_B) for take_B in take_BV.T]
-    cell_of_S = np.empty(len(kind_S), dtype=np.int32)
-    cell_of_S[np.argsort(kind_S, kind="stable")] = np.concatenate(bins_V)
-    return cell_of_S
-
-
-def cp_sat(
-    length_S: np.ndarray, max_tokens: int, num_bins: int, *, seconds: float, seed: int = 0
-) -> tuple[int, np.ndarray | None]:
-    """The same question put to OR-tools' CP-SAT, one thread, for *seconds* of its deterministic clock.
-
-    Raises ConfigError where ortools, the extra ``certify``, is not installed.
-    """
-    try:
-        from ortools.sat.python import cp_model
-    except ModuleNotFoundError as error:
-        raise ConfigError(missing_ortools(seconds)) from error
-    value_V, kind_S, count_V = np.unique(-np.asarray(length_S, dtype=np.int64), return_inverse=True, return_counts=True)
-    if len(value_V) * num_bins > LARGEST_MODEL:
-        return UNDECIDED, None
-    model = cp_model.CpModel()
-    bins, kinds = range(num_bins), range(len(value_V))
-    most_V = np.minimum(count_V, max_tokens // -value_V)
-    take = [[model.new_int_var(0, int(most_V[v]), "") for v in kinds] for _ in bins]
-    load = [sum(int(-value_V[v]) * take[b][v] for v in kinds) for b in bins]
-    for v in kinds:
-        model.add(sum(take[b][v] for b in bins) == int(count_V[v]))
-    for b in bins:
-        model.add(load[b] <= max_tokens)
-    for b in bins[1:]:  # Bins are alike: one order of them will do.
-        model.add(load[b] <= load[b - 1])
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers, solver.parameters.random_seed = 1, seed % 2**31
-    solver.parameters.max_deterministic_time = seconds
-    status = solver.solve(model)
-    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return YES, _dealt(kind_S, np.array([[solver.value(take[b][v]) for v in kinds] for b in bins]))
-    return NO if status == cp_model.INFEASIBLE else UNDECIDED, None
-
-
-def missing_ortools(seconds: float) -> str:
-    """What to say where CP-SAT is asked for and not there."""
-    return (
-        f"packer.certify_seconds={seconds} asks CP-SAT, and ortools is not installed: pip install 'routepack[certify]', or "
-        "set certify_seconds=0."
-    )

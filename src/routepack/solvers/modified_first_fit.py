@@ -22,82 +22,47 @@ def modified_first_fit(length_S: np.ndarray, max_tokens: int) -> tuple[np.ndarra
         ``cell_of_S`` int32 [S], and the number of bins used.
 
     """
-    return _Filling(np.asarray(length_S, dtype=np.int64), max_tokens).run()
+    length_S = np.asarray(length_S, dtype=np.int64)
+    longest_first = np.argsort(-length_S, kind="stable")
+    # Up to a sixth of the cap, a third, half, and more. What is left of the first three: (tokens, -number), ascending.
+    class_S = np.digitize(length_S, [max_tokens // parts + 1 for parts in (6, 3, 2)])
+    tiny, small, medium = (
+        [(int(length_S[s]), -int(s)) for s in longest_first[::-1] if class_S[s] == size] for size in range(3)
+    )
+    # 1: a bin for each sequence over half the cap, longest first.
+    large = longest_first[class_S[longest_first] == 3]
+    cell_of_S = np.full(len(length_S), -1, dtype=np.int32)
+    cell_of_S[large] = np.arange(len(large))
+    room = (max_tokens - length_S[large]).tolist()
+
+    def put(left: list[tuple[int, int]], place: int, cell: int) -> None:
+        length, number = left.pop(place)
+        room[cell] -= length
+        cell_of_S[-number] = cell
+
+    # 2: forward, the longest medium sequence that fits each bin.
+    with_medium = set()
+    for cell in range(len(room)):
+        if (place := _longest_fitting(medium, room[cell])) >= 0:
+            put(medium, place, cell)
+            with_medium.add(cell)
+    # 3: backward through bins without one, the shortest small sequence and the longest that fits beside it.
+    for cell in reversed(range(len(room))):
+        if cell not in with_medium and len(small) >= 2 and small[0][0] + small[1][0] <= room[cell]:
+            put(small, 0, cell)
+            put(small, _longest_fitting(small, room[cell]), cell)
+    # 4: forward, the longest sequence left of any class, as long as one fits.
+    for cell in range(len(room)):
+        for left in (medium, small, tiny):
+            while (place := _longest_fitting(left, room[cell])) >= 0:
+                put(left, place, cell)
+    # 5: first-fit decreasing of what is left, into new bins.
+    rest = [-number for left in (medium, small, tiny) for _, number in reversed(left)]
+    cell_of_rest, used = first_fit(length_S[rest], max_tokens)
+    cell_of_S[rest] = cell_of_rest + len(room)
+    return cell_of_S, len(room) + used
 
 
-class _Filling:
-    """Bins under way. Sequences left over are kept by size class, ``(tokens, -number)`` ascending."""
-
-    def __init__(self, length_S: np.ndarray, max_tokens: int):
-        self.length_S, self.max_tokens = length_S, max_tokens
-        self.cell_of_S = np.full(len(length_S), -1, dtype=np.int32)
-        self.room: list[int] = []
-        self.medium: list[tuple[int, int]] = []
-        self.small: list[tuple[int, int]] = []
-        self.tiny: list[tuple[int, int]] = []
-
-    def run(self) -> tuple[np.ndarray, int]:
-        """The five passes."""
-        self._open_large()
-        with_medium = self._add_medium()
-        self._add_small_pairs(with_medium)
-        self._fill()
-        self._first_fit_the_rest()
-        return self.cell_of_S, len(self.room)
-
-    def _open_large(self) -> None:
-        """1: a bin for each sequence over half the cap, longest first."""
-        longest_first = np.argsort(-self.length_S, kind="stable")
-        class_S = np.digitize(self.length_S, [self.max_tokens // size + 1 for size in (6, 3, 2)])
-        large = longest_first[class_S[longest_first] == 3]
-        self.cell_of_S[large] = np.arange(len(large))
-        self.room = (self.max_tokens - self.length_S[large]).tolist()
-        shortest_first = longest_first[::-1]
-        for size, some in enumerate((self.tiny, self.small, self.medium)):
-            members = shortest_first[class_S[shortest_first] == size]
-            some.extend(zip(self.length_S[members].tolist(), (-members).tolist(), strict=True))
-
-    def _add_medium(self) -> set[int]:
-        """2: forward, the longest medium sequence that fits each bin."""
-        taken = set()
-        for cell, room in enumerate(self.room):
-            if self.medium and self.medium[0][0] <= room:
-                self._put(self.medium, _longest_fitting(self.medium, room), cell)
-                taken.add(cell)
-        return taken
-
-    def _add_small_pairs(self, with_medium: set[int]) -> None:
-        """3: backward through bins without one, the shortest small sequence and the longest that fits beside it."""
-        for cell in reversed(range(len(self.room))):
-            if cell in with_medium or len(self.small) < 2 or self.small[0][0] + self.small[1][0] > self.room[cell]:
-                continue
-            self._put(self.small, 0, cell)
-            self._put(self.small, _longest_fitting(self.small, self.room[cell]), cell)
-
-    def _fill(self) -> None:
-        """4: forward, the longest sequence left of any class, as long as one fits."""
-        for cell in range(len(self.room)):
-            while True:
-                fitting = [(some, _longest_fitting(some, self.room[cell])) for some in (self.medium, self.small, self.tiny)]
-                some, place = next(((some, place) for some, place in fitting if place >= 0), (None, -1))
-                if some is None:
-                    break
-                self._put(some, place, cell)
-
-    def _first_fit_the_rest(self) -> None:
-        """5: first-fit decreasing of what is left, into new bins."""
-        left = [-number for some in (self.medium, self.small, self.tiny) for _, number in reversed(some)]
-        if left:
-            cell_of_left, used = first_fit(self.length_S[left], self.max_tokens)
-            self.cell_of_S[left] = cell_of_left + len(self.room)
-            self.room.extend([0] * used)
-
-    def _put(self, some: list[tuple[int, int]], place: int, cell: int) -> None:
-        length, number = some.pop(place)
-        self.room[cell] -= length
-        self.cell_of_S[-number] = cell
-
-
-def _longest_fitting(some: list[tuple[int, int]], room: int) -> int:
-    """Where in *some* the longest sequence of at most *room* tokens is; the first given of equals; -1 where none fits."""
-    return bisect_right(some, (room, 1)) - 1
+def _longest_fitting(left: list[tuple[int, int]], room: int) -> int:
+    """Where in *left* the longest sequence of at most *room* tokens is; the first given of equals; -1 where none fits."""
+    return bisect_right(left, (room, 1)) - 1

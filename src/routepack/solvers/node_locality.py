@@ -27,12 +27,12 @@ class Group:
 
     @property
     def node_of_R(self) -> np.ndarray:
-        """int64 [R]."""
+        """int64 [R]: the node of every EP rank."""
         return np.arange(self.num_ranks) // (self.num_ranks // self.num_nodes)
 
     @property
     def node_of_seat(self) -> np.ndarray:
-        """int64 [cells of a unit]."""
+        """int64 [cells of a unit]: the node that each cell of a unit is on."""
         return self.node_of_R[:: self.num_ranks // self.num_cells]
 
 
@@ -238,7 +238,7 @@ def _refine_near(load_EUJ, rank_of_E, rates, per_node, joined, sweeps):
 
 @njit(nogil=True, cache=True)
 def _exchange(rows_URJ, load_EUJ, e, f, a, b):
-    """Rows after rank a gave expert e for f of rank b."""
+    """Keep up the rows of every pair of ranks as rank a gives expert e for f of rank b."""
     for u in range(rows_URJ.shape[0]):
         for j in range(rows_URJ.shape[2]):
             given = load_EUJ[e, u, j] - load_EUJ[f, u, j]

@@ -11,10 +11,15 @@ from typing import ClassVar
 import numpy as np
 
 from routepack.core.errors import ConfigError, InfeasibleError
-from routepack.solvers import _anneal_kernels as kernels
-from routepack.solvers._joined_kernels import SLOPE, anneal_joined
+from routepack.solvers.anneal_joined_groups import SLOPE, anneal_joined
+from routepack.solvers.anneal_separate_groups import anneal_separate
 from routepack.solvers.rank_loads import summed_by_unit
 
+CHANGED = (
+    "load_SRL", "length_S", "cost_SI", "cell_of_S", "tokens_C", "count_C", "cost_CI", "load_URL", "peak_U", "attention_U",
+    "expert", "max_tokens",
+)  # fmt: skip
+"""What both annealing kernels are given last, in this order."""
 NOTHING = np.zeros(0, dtype=np.int64)
 
 
@@ -75,7 +80,7 @@ class Layout:
 
     @property
     def num_units(self) -> int:
-        """U."""
+        """U, microbatches times groups."""
         return self.num_cells // self.cells_per_unit
 
     def restore(self, cell_of_S: np.ndarray) -> None:
@@ -92,6 +97,9 @@ class Layout:
         self.load_URL = summed_by_unit(self.load_SRL, unit_of_S, self.num_units, np.int32)
         self.peak_U = self.load_URL.max(axis=1).sum(axis=1, dtype=np.int64)
         self.attention_U = self.cost_CI.reshape(self.num_units, self.cells_per_unit, -1).max(axis=1).sum(axis=1)
+
+    def _figures(self) -> list[np.ndarray]:
+        return [getattr(self, name) for name in CHANGED]
 
     def packed(self) -> np.ndarray:
         """int32 [S]: the cell of every sequence, in the order in which the sequences were given."""
@@ -114,11 +122,8 @@ class Layout:
 
     def run(self, members, num_proposals: int, temperature: float, near: int, state, *, seen=None, changes=NOTHING) -> int:
         """Propose moves and swaps among *members*; *seen*: group costs to start from and to keep up. How many it took."""
-        return kernels.anneal_domain(
-            self.load_SRL, self.length_S, self.cost_SI, self.cell_of_S, self.tokens_C, self.count_C, self.cost_CI,
-            self.load_URL, self.peak_U, self.attention_U, self.cost_G() if seen is None else seen, self.expert,
-            self.max_tokens, members, num_proposals, temperature, near, state, changes,
-        )  # fmt: skip
+        cost_G = self.cost_G() if seen is None else seen
+        return anneal_separate(cost_G, members, num_proposals, temperature, near, state, changes, *self._figures())
 
     def energy(self) -> int:
         """What is annealed: G max U_g + sum of U_g."""
@@ -132,7 +137,7 @@ class Layout:
 
 
 class JoinedLayout(Layout):
-    """The same where the groups of a microbatch wait for one another: in every layer and attention stage, or once."""
+    """A packing whose groups wait for one another in every microbatch: in each layer and attention stage, or once."""
 
     groups_apart: ClassVar[bool] = False
 
@@ -159,16 +164,13 @@ class JoinedLayout(Layout):
 
     @property
     def num_blocks(self) -> int:
-        """Whole microbatches."""
+        """M: blocks are whole microbatches."""
         return self.num_units // self.num_groups
 
     def run(self, members, num_proposals: int, temperature: float, near: int, state, *, seen=None, changes=NOTHING) -> int:
         """Propose moves and swaps among *members*; how many it took."""
-        return anneal_joined(
-            self.load_SRL, self.length_S, self.cost_SI, self.cell_of_S, self.tokens_C, self.count_C, self.cost_CI,
-            self.load_URL, self.peak_UL, self.peak_U, self.attention_U, self.value_M, self.by_layer, self.expert,
-            self.max_tokens, members, num_proposals, temperature, near, state, changes,
-        )  # fmt: skip
+        own = self.peak_UL, self.value_M, self.by_layer
+        return anneal_joined(*own, members, num_proposals, temperature, near, state, changes, *self._figures())
 
     def energy(self) -> int:
         """What is annealed: mostly what all microbatches wait for, and the sum of U_g for slope."""

@@ -1,14 +1,10 @@
-"""Experts to ranks: LPT with equal cardinality, best-pair swaps, and swaps on what the packed units wait for."""
+"""Experts to ranks by the window's totals: longest processing time first, then best swaps; and slots for ranks."""
 
 from __future__ import annotations
-
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numba import njit
 from scipy.optimize import linear_sum_assignment
-
-from routepack.solvers import _placement_kernels as kernels
 
 
 def balanced_ranks(tokens_LE: np.ndarray, num_ranks: int) -> np.ndarray:
@@ -65,61 +61,6 @@ def _swap_fullest(tokens_E, rank_of_E, load_R):
     load_R[other] += given
     rank_of_E[best_e], rank_of_E[best_f] = other, full
     return True
-
-
-def refine_ranks(
-    load_LEU: np.ndarray,
-    rank_of_LE: np.ndarray,
-    num_ranks: int,
-    *,
-    joined_units: int = 1,
-    sweeps: int = 8,
-    threads: int = 2,
-) -> np.ndarray:
-    """int32 [L, E]: ranks after swaps that lower the sum over units of the fullest rank, layer by layer.
-
-    With *joined_units* so many consecutive units wait for the fullest rank of any of them. That sum, not the
-    window's largest load, is what the packed microbatches wait for. A sweep tries every pair of ranks and
-    applies the best swap of each; it never raises the sum.
-    """
-    rank_of_LE = np.array(rank_of_LE, dtype=np.int32)
-    layers, joined = range(len(rank_of_LE)), joined_units
-    with ThreadPoolExecutor(threads) as pool:
-        list(
-            pool.map(lambda layer: kernels.refine_layer(load_LEU[layer], rank_of_LE[layer], num_ranks, joined, sweeps), layers)
-        )
-    return rank_of_LE
-
-
-def anneal_ranks(
-    load_LEU: np.ndarray,
-    rank_of_LE: np.ndarray,
-    num_ranks: int,
-    *,
-    temperature: float,
-    swaps_per_layer: int,
-    seed: int,
-    joined_units: int = 1,
-    threads: int = 2,
-) -> np.ndarray:
-    """int32 [L, E]: ranks after so many swaps a layer, accepted by Metropolis at a temperature in routed rows.
-
-    Annealed on the same sum as :func:`refine_ranks`, which it may raise. Each layer draws from its own seed,
-    so the ranks do not depend on the threads.
-    """
-    rank_of_LE = np.array(rank_of_LE, dtype=np.int32)
-    if num_ranks == 1:
-        return rank_of_LE
-    layers, num_pairs = len(rank_of_LE), -(-swaps_per_layer // kernels.SWAPS_PER_PAIR)
-    state_L = np.random.default_rng(seed).integers(1, 2**63, size=(layers, 1), dtype=np.uint64)
-
-    def anneal(layer: int) -> None:
-        ranks_E = rank_of_LE[layer]
-        kernels.anneal_layer(load_LEU[layer], ranks_E, num_ranks, joined_units, num_pairs, temperature, state_L[layer])
-
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(anneal, range(layers)))
-    return rank_of_LE
 
 
 def slots_of_ranks(rank_of_LE: np.ndarray) -> np.ndarray:

@@ -15,11 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from routepack.solvers.anneal import FINISH_SHARE, PROPOSALS_PER_ROUND, near_places, typical_change
+from routepack.solvers.anneal import COLD, FINISH_SHARE, HOT, PROPOSALS_PER_ROUND, near_places, typical_change
 from routepack.solvers.packing_state import Layout
-
-HOT, COLD = 0.3, 0.02
-"""Temperatures at the begin and end, in typical changes of the energy."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,16 +11,15 @@ from numba import njit
 from routepack.solvers.greedy import fill_empty, first_fit, longest_first
 
 
-def by_tokens(length_S: np.ndarray, num_cells: int, max_tokens: int) -> np.ndarray | None:
-    """Longest first, each into the cell with the fewest tokens that has room; None where one finds none."""
-    cell_of_S = longest_first(length_S, num_cells, length_S=length_S, max_tokens=max_tokens)
-    return None if (cell_of_S < 0).any() else cell_of_S
+def by_tokens(
+    length_S: np.ndarray, num_cells: int, max_tokens: int, *, taken_for_S: np.ndarray | None = None
+) -> np.ndarray | None:
+    """Longest first, each into the cell with the fewest tokens that has room; None where one finds none.
 
-
-def shuffled(length_S: np.ndarray, num_cells: int, max_tokens: int, rng: np.random.Generator) -> np.ndarray | None:
-    """:func:`by_tokens` with lengths taken to be up to a fifth longer or shorter: another window order every time."""
-    shaken_S = length_S * rng.uniform(0.8, 1.2, len(length_S))
-    cell_of_S = longest_first(shaken_S, num_cells, length_S=length_S, max_tokens=max_tokens)
+    *taken_for_S* stands for the lengths in everything but the cap.
+    """
+    cost_S = length_S if taken_for_S is None else taken_for_S
+    cell_of_S = longest_first(cost_S, num_cells, length_S=length_S, max_tokens=max_tokens)
     return None if (cell_of_S < 0).any() else cell_of_S
 
 
@@ -84,10 +83,13 @@ def diverse(
     cells_per_unit: int,
     seed: int,
 ) -> list[np.ndarray]:
-    """So many packings to start from, of all kinds in turn; the feasible one where a kind finds none."""
-    rng = np.random.default_rng(seed)
+    """So many packings to start from, of all kinds in turn; the feasible one where a kind finds none.
+
+    One kind deals by lengths taken to be up to a fifth longer or shorter, in another order every time.
+    """
+    rng, num_sequences = np.random.default_rng(seed), len(length_S)
     kinds = (
-        lambda: shuffled(length_S, num_cells, max_tokens, rng),
+        lambda: by_tokens(length_S, num_cells, max_tokens, taken_for_S=length_S * rng.uniform(0.8, 1.2, num_sequences)),
         lambda: best_fit(length_S, num_cells, max_tokens, rng),
         lambda: paired(length_S, load_SRL, num_cells, max_tokens, cells_per_unit, rng),
     )

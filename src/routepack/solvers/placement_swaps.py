@@ -1,19 +1,78 @@
-"""The compiled inner loops of :func:`routepack.solvers.placement.anneal_ranks`; whole numbers only."""
+"""Swaps of experts between ranks on what the packed units wait for: the best ones, or annealed. Whole numbers only.
+
+Letters: :mod:`routepack.core`; U units, K experts of a rank, N chunks of units.
+"""
 
 from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numba import njit
 
-from routepack.solvers._proposal_kernels import _below, _most_accepted
+from routepack.solvers.metropolis import below, most_accepted
 
 SWAPS_PER_PAIR = 32
 """Swaps tried between two ranks before the next two are drawn; the others' fullest is found once for all of them."""
 ANYTHING = np.iinfo(np.int64).max
-
-
 CHUNK = 32
 """Units after which a swap is given up where what they wait for, and the least that the rest can, is too much."""
+
+
+def refine_ranks(
+    load_LEU: np.ndarray,
+    rank_of_LE: np.ndarray,
+    num_ranks: int,
+    *,
+    joined_units: int = 1,
+    sweeps: int = 8,
+    threads: int = 2,
+) -> np.ndarray:
+    """int32 [L, E]: ranks after swaps that lower the sum over units of the fullest rank, layer by layer.
+
+    With *joined_units* so many consecutive units wait for the fullest rank of any of them. That sum, not the
+    window's largest load, is what the packed microbatches wait for. A sweep tries every pair of ranks and
+    applies the best swap of each; it never raises the sum.
+    """
+    rank_of_LE = np.array(rank_of_LE, dtype=np.int32)
+
+    def refine(layer: int) -> None:
+        refine_layer(load_LEU[layer], rank_of_LE[layer], num_ranks, joined_units, sweeps)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(refine, range(len(rank_of_LE))))
+    return rank_of_LE
+
+
+def anneal_ranks(
+    load_LEU: np.ndarray,
+    rank_of_LE: np.ndarray,
+    num_ranks: int,
+    *,
+    temperature: float,
+    swaps_per_layer: int,
+    seed: int,
+    joined_units: int = 1,
+    threads: int = 2,
+) -> np.ndarray:
+    """int32 [L, E]: ranks after so many swaps a layer, accepted by Metropolis at a temperature in routed rows.
+
+    Annealed on the same sum as :func:`refine_ranks`, which it may raise. Each layer draws from its own seed,
+    so the ranks do not depend on the threads.
+    """
+    rank_of_LE = np.array(rank_of_LE, dtype=np.int32)
+    if num_ranks == 1:
+        return rank_of_LE
+    layers, num_pairs = len(rank_of_LE), -(-swaps_per_layer // SWAPS_PER_PAIR)
+    state_L = np.random.default_rng(seed).integers(1, 2**63, size=(layers, 1), dtype=np.uint64)
+
+    def anneal(layer: int) -> None:
+        ranks_E = rank_of_LE[layer]
+        anneal_layer(load_LEU[layer], ranks_E, num_ranks, joined_units, num_pairs, temperature, state_L[layer])
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(anneal, range(layers)))
+    return rank_of_LE
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -28,7 +87,7 @@ def _peaks(load_RU, load_EU, others_U, a, b, e, f, first, last):
 
 @njit(nogil=True, cache=True, inline="always")
 def _joined_peaks(load_RU, load_EU, others_U, a, b, e, f, first, last, joined):
-    """The same where so many consecutive units wait for the fullest rank of any of them."""
+    """Sum over blocks of *joined* units of the fullest rank of any of them, once e goes from a to b and f from b to a."""
     total = np.int64(0)
     for block in range(first, last, joined):
         most = np.int32(0)
@@ -81,8 +140,8 @@ def _others_fullest(load_RU, a, b, others_U):
 
 
 @njit(nogil=True, cache=True)
-def _held(load_EU, rank_of_E, num_ranks):
-    """The experts of each rank, [R, K], and what they load each unit with, [R, U]."""
+def _begin(load_EU, rank_of_E, num_ranks, joined):
+    """The experts of each rank, [R, K], what they load each unit with, [R, U]; room for others_U and least_N; units a chunk."""
     held_RK = np.empty((num_ranks, rank_of_E.size // num_ranks), np.int64)
     load_RU = np.zeros((num_ranks, load_EU.shape[1]), np.int32)
     count_R = np.zeros(num_ranks, np.int64)
@@ -91,11 +150,14 @@ def _held(load_EU, rank_of_E, num_ranks):
         held_RK[r, count_R[r]] = e
         count_R[r] += 1
         load_RU[r] += load_EU[e]
-    return held_RK, load_RU
+    chunk = -(-CHUNK // joined) * joined
+    others_U = np.empty(load_EU.shape[1], np.int32)
+    return held_RK, load_RU, others_U, np.empty(-(-others_U.size // chunk) + 1, np.int64), chunk
 
 
 @njit(nogil=True, cache=True)
 def _swap(load_EU, load_RU, held_RK, a, i, b, j):
+    """Rank a gives its i-th expert to rank b for b's j-th."""
     e, f = held_RK[a, i], held_RK[b, j]
     for u in range(load_EU.shape[1]):
         given = load_EU[e, u] - load_EU[f, u]
@@ -107,20 +169,17 @@ def _swap(load_EU, load_RU, held_RK, a, i, b, j):
 @njit(nogil=True, cache=True)
 def anneal_layer(load_EU, rank_of_E, num_ranks, joined, num_pairs, temperature, state):
     """Metropolis on the sum over units of the fullest rank, by swaps of experts; returns the change of the sum."""
-    held_RK, load_RU = _held(load_EU, rank_of_E, num_ranks)
+    held_RK, load_RU, others_U, least_N, chunk = _begin(load_EU, rank_of_E, num_ranks, joined)
     slots, change = held_RK.shape[1], np.int64(0)
-    others_U = np.empty(load_EU.shape[1], np.int32)
-    chunk = -(-CHUNK // joined) * joined
-    least_N = np.empty(-(-others_U.size // chunk) + 1, np.int64)
     for _ in range(num_pairs):
-        a, b = _below(state, num_ranks), _below(state, num_ranks - 1)
+        a, b = below(state, num_ranks), below(state, num_ranks - 1)
         b += b >= a
         _others_fullest(load_RU, a, b, others_U)
         _least_waited(load_RU, others_U, a, b, joined, chunk, least_N)
         now = _waited(load_RU, load_EU, others_U, least_N, a, b, 0, 0, joined, chunk, ANYTHING)
         for _ in range(SWAPS_PER_PAIR):
-            i, j = _below(state, slots), _below(state, slots)
-            most = now + (np.int64(_most_accepted(temperature, state)) if temperature > 0.0 else 0)
+            i, j = below(state, slots), below(state, slots)
+            most = now + (np.int64(most_accepted(temperature, state)) if temperature > 0.0 else 0)
             total = _waited(load_RU, load_EU, others_U, least_N, a, b, held_RK[a, i], held_RK[b, j], joined, chunk, most)
             if total > most:
                 continue
@@ -134,7 +193,7 @@ def anneal_layer(load_EU, rank_of_E, num_ranks, joined, num_pairs, temperature, 
 
 
 @njit(nogil=True, cache=True)
-def swap_best(load_EU, load_RU, held_RK, a, b, joined, chunk, others_U, least_N):
+def _swap_best(load_EU, load_RU, held_RK, a, b, joined, chunk, others_U, least_N):
     """Apply the swap between ranks a and b that lowers the sum of peaks most; False where none does."""
     _others_fullest(load_RU, a, b, others_U)
     _least_waited(load_RU, others_U, a, b, joined, chunk, least_N)
@@ -155,15 +214,12 @@ def swap_best(load_EU, load_RU, held_RK, a, b, joined, chunk, others_U, least_N)
 @njit(nogil=True, cache=True)
 def refine_layer(load_EU, rank_of_E, num_ranks, joined, sweeps):
     """Sweeps of best swaps over all pairs of ranks, until none helps."""
-    held_RK, load_RU = _held(load_EU, rank_of_E, num_ranks)
-    others_U = np.empty(load_EU.shape[1], np.int32)
-    chunk = -(-CHUNK // joined) * joined
-    least_N = np.empty(-(-others_U.size // chunk) + 1, np.int64)
+    held_RK, load_RU, others_U, least_N, chunk = _begin(load_EU, rank_of_E, num_ranks, joined)
     for _ in range(sweeps):
         improved = False
         for a in range(num_ranks):
             for b in range(a + 1, num_ranks):
-                improved |= swap_best(load_EU, load_RU, held_RK, a, b, joined, chunk, others_U, least_N)
+                improved |= _swap_best(load_EU, load_RU, held_RK, a, b, joined, chunk, others_U, least_N)
         if not improved:
             break
     for r in range(num_ranks):

@@ -1,34 +1,19 @@
-"""The compiled inner loops of :mod:`routepack.solvers.anneal`; whole numbers only, no lock of the interpreter."""
+"""The compiled loop of :mod:`routepack.solvers.anneal` where a group's cost is its own: ``sync=step``, or one group."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
-from routepack.solvers._proposal_kernels import (
-    SAMPLE,
-    SELDOM,
-    _apply,
-    _attention_after,
-    _attention_within,
-    _below,
-    _costliest_other,
-    _exchange,
-    _find_rest,
-    _most_accepted,
-    _peaks_after,
-    _propose,
-    _rank_again,
-    _ranked,
-    _rest_of_units,
-)
+from routepack.solvers import packing_swaps as swaps
+from routepack.solvers.metropolis import below, most_accepted
 
 
 @njit(nogil=True, cache=True)
 def _peak_sums(load_URL, load_SRL, ua, ub, s, t, peak_L, other_L):
-    """What ``_peaks_after`` returns. Eight ranks, the usual number, go through the registers in one pass."""
+    """What ``peaks_after`` returns. Eight ranks, the usual number, go through the registers in one pass."""
     if load_URL.shape[1] != 8:
-        return _peaks_after(load_URL, load_SRL, ua, ub, s, t, peak_L, other_L)
+        return swaps.peaks_after(load_URL, load_SRL, ua, ub, s, t, peak_L, other_L)
     x, w = load_SRL, load_URL
     peak, other = np.int64(0), np.int64(0)
     for i in range(peak_L.size):
@@ -53,36 +38,35 @@ def _peak_sums(load_URL, load_SRL, ua, ub, s, t, peak_L, other_L):
 def _largest_after(cost_GI, top_BIT, cell_BIT, g, change_g, h, change_h):
     """The largest group cost once g and h have changed (both changes count where they are the same group)."""
     changed = cost_GI[g, 0] + change_g + change_h if g == h else max(cost_GI[g, 0] + change_g, cost_GI[h, 0] + change_h)
-    return max(changed, _costliest_other(top_BIT, cell_BIT, 0, 0, g, h))
+    return max(changed, swaps.costliest_other(top_BIT, cell_BIT, 0, 0, g, h))
 
 
 @njit(nogil=True, cache=True)
-def anneal_domain(
-    load_SRL, length_S, cost_SI, cell_of_S, tokens_C, count_C, cost_CI, load_URL, peak_U, attention_U, cost_G,
-    expert, max_tokens, members, num_proposals, temperature, near, state, changes,
+def anneal_separate(
+    cost_G, members, num_proposals, temperature, near, state, changes,
+    load_SRL, length_S, cost_SI, cell_of_S, tokens_C, count_C, cost_CI, load_URL, peak_U, attention_U, expert, max_tokens,
 ):  # fmt: skip
     """Move and swap the *members* among their cells; returns how many proposals were accepted.
 
     Temperature above zero: Metropolis on G * max U_g + sum U_g. Zero: only what lowers (max U_g, sum U_g).
     With a non-empty *changes* nothing is applied: changes of energy by feasible proposals are written there.
-    The last sequence of the arrays is the empty one, so that a move is a swap with it. *cost_G* is the
-    caller's own copy: U_g as it was, kept up with what is accepted here.
+    *cost_G* is the caller's own copy: U_g as it was, kept up with what is accepted here.
     """
     groups, nobody = cost_G.size, length_S.size - 1
     width = cost_CI.shape[0] // load_URL.shape[0]
     peak_L, other_L = np.empty(load_SRL.shape[2], np.int32), np.empty(load_SRL.shape[2], np.int32)
     # Looked up, for a division takes as long as half of what most proposals need.
     unit_C, group_U = np.arange(cost_CI.shape[0]) // width, np.arange(load_URL.shape[0]) % groups
-    rest_CI = _rest_of_units(cost_CI, width)
     cost_GI = cost_G.reshape(groups, 1)
-    top_GT, group_GT = _ranked(cost_GI, groups)
-    sample, sampled, least = np.empty(SAMPLE, np.int64), 0, np.int64(0)
-    largest, accepted, recorded, most = cost_G.max(), 0, 0, 0.0
-    place = _below(state, members.size)
+    rest_CI = swaps.rest_of_units(cost_CI, width)
+    top_GT, group_GT = swaps.ranked(cost_GI, groups)
+    sample, sampled, least = np.empty(swaps.SAMPLE, np.int64), 0, np.int64(0)
+    largest, made, recorded, most = cost_G.max(), 0, 0, 0.0
+    place = below(state, members.size)
     for _ in range(num_proposals):
         # In turn, longest to shortest: neighbours lie together in memory, and nobody is left out.
         place = place + 1 if place + 1 < members.size else 0
-        s, t, a, b = _propose(place, members, near, cell_of_S, count_C, nobody, state)
+        s, t, a, b = swaps.propose(place, members, near, cell_of_S, count_C, nobody, state)
         if s < 0:
             continue
         gain = length_S[t] - length_S[s]
@@ -92,15 +76,15 @@ def anneal_domain(
         ga, gb = group_U[ua], group_U[ub]
         peak_a, peak_b = peak_U[ua], peak_U[ub]
         if temperature > 0.0:
-            most = _most_accepted(temperature, state)
+            most = most_accepted(temperature, state)
         if ua == ub:
-            attention_a = attention_b = _attention_within(cost_CI, cost_SI, width, a, b, s, t)
+            attention_a = attention_b = swaps.attention_within(cost_CI, cost_SI, width, a, b, s, t)
             change_a, change_b = attention_a - attention_U[ua], np.int64(0)
         else:
-            attention_a = _attention_after(cost_CI, cost_SI, rest_CI, a, s, t)
-            attention_b = _attention_after(cost_CI, cost_SI, rest_CI, b, t, s)
+            attention_a = swaps.attention_after(cost_CI, cost_SI, rest_CI, a, s, t)
+            attention_b = swaps.attention_after(cost_CI, cost_SI, rest_CI, b, t, s)
             change_a, change_b = attention_a - attention_U[ua], attention_b - attention_U[ub]
-            if sampled == SAMPLE:
+            if sampled == swaps.SAMPLE:
                 # Most proposals cost more attention than experts could make up for.
                 fall = min(least, np.int64(0))
                 now = _largest_after(cost_GI, top_GT, group_GT, ga, change_a + fall, gb, change_b + fall)
@@ -110,11 +94,11 @@ def anneal_domain(
             peak_a, peak_b = _peak_sums(load_URL, load_SRL, ua, ub, s, t, peak_L, other_L)
             change_a += expert * (peak_a - peak_U[ua])
             change_b += expert * (peak_b - peak_U[ub])
-            if sampled < SAMPLE and changes.size == 0:
+            if sampled < swaps.SAMPLE and changes.size == 0:
                 sample[sampled] = expert * (peak_a - peak_U[ua] + peak_b - peak_U[ub])
                 sampled += 1
-                if sampled == SAMPLE:
-                    least = np.sort(sample)[SELDOM]
+                if sampled == swaps.SAMPLE:
+                    least = np.sort(sample)[swaps.SELDOM]
         now = _largest_after(cost_GI, top_GT, group_GT, ga, change_a, gb, change_b)
         total = change_a + change_b
         energy = groups * (now - largest) + total
@@ -129,17 +113,17 @@ def anneal_domain(
                 continue
         elif now > largest or (now == largest and total >= 0):
             continue
-        accepted += 1
+        made += 1
         largest = now
         cost_G[ga] += change_a
         cost_G[gb] += change_b
         attention_U[ua], attention_U[ub] = attention_a, attention_b
         peak_U[ua], peak_U[ub] = peak_a, peak_b
         if ua != ub:
-            _apply(load_URL, load_SRL, ua, ub, s, t)
-        _exchange(s, t, a, b, length_S, cost_SI, cell_of_S, tokens_C, count_C, cost_CI)
-        _find_rest(cost_CI, width, ua, rest_CI)
-        _find_rest(cost_CI, width, ub, rest_CI)
-        _rank_again(cost_GI, groups, ga, top_GT, group_GT)
-        _rank_again(cost_GI, groups, gb, top_GT, group_GT)
-    return accepted
+            swaps.move_loads(load_URL, load_SRL, ua, ub, s, t)
+        swaps.exchange_cells(s, t, a, b, length_S, cost_SI, cell_of_S, tokens_C, count_C, cost_CI)
+        swaps.find_rest(cost_CI, width, ua, rest_CI)
+        swaps.find_rest(cost_CI, width, ub, rest_CI)
+        swaps.rank_again(cost_GI, groups, ga, top_GT, group_GT)
+        swaps.rank_again(cost_GI, groups, gb, top_GT, group_GT)
+    return made

@@ -1,13 +1,16 @@
-"""What the annealing kernels share: random numbers, proposals, the costliest cells of a block, what a swap changes.
+"""A swap of two sequences between cells: how it is proposed, what it would change, and how it is made.
 
-A block is so many consecutive cells that wait for one another: a unit, or a whole microbatch. Letters:
-:mod:`routepack.core`; B blocks, I attention stages.
+The kernels of both annealers are built from these functions: :mod:`~routepack.solvers.anneal_separate_groups` and
+:mod:`~routepack.solvers.anneal_joined_groups`. A block is so many consecutive cells that wait for one another: a unit, or a
+whole microbatch. Letters: :mod:`routepack.core`; B blocks, I attention stages.
 """
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
+
+from routepack.solvers.metropolis import below
 
 TOP = 3
 """Costliest cells known of a block: a swap changes two, so that the costliest of the others is always among them."""
@@ -17,45 +20,22 @@ SELDOM = SAMPLE // 64
 """So many of the sample may change it by less than the screen assumes of all that follow."""
 
 
-@njit(nogil=True, cache=True, inline="always")
-def _next(state):
-    """xorshift64*: 32 random bits as a whole number."""
-    x = state[0]
-    x ^= x >> np.uint64(12)
-    x ^= x << np.uint64(25)
-    x ^= x >> np.uint64(27)
-    state[0] = x
-    return np.int64((x * np.uint64(2685821657736338717)) >> np.uint64(32))
-
-
-@njit(nogil=True, cache=True, inline="always")
-def _below(state, bound):
-    """A whole number in 0 .. bound - 1."""
-    return (_next(state) * bound) >> 32
-
-
 @njit(nogil=True, cache=True)
-def _propose(place, members, near, cell_of_S, count_C, nobody, state):
+def propose(place, members, near, cell_of_S, count_C, nobody, state):
     """(sequence, the one it changes places with or *nobody*, their cells); the first is -1 where nothing could change."""
-    kind = _below(state, 20)
+    kind = below(state, 20)
     if kind < 16:
         reach = near if kind < 12 else 8 * near
-        partner = place + _below(state, 2 * reach + 1) - reach
+        partner = place + below(state, 2 * reach + 1) - reach
         if partner < 0 or partner >= members.size:
             return -1, -1, -1, -1
     else:
-        partner = _below(state, members.size)
+        partner = below(state, members.size)
     s, t = members[place], members[partner]
     a, b = cell_of_S[s], cell_of_S[t]
     if a == b or (kind == 19 and count_C[a] < 2):
         return -1, -1, -1, -1
     return s, nobody if kind == 19 else t, a, b
-
-
-@njit(nogil=True, cache=True, inline="always")
-def _most_accepted(temperature, state):
-    """The largest change of the energy that Metropolis takes this time."""
-    return -temperature * np.log((_next(state) + 0.5) / 4294967296.0)
 
 
 @njit(nogil=True, cache=True)
@@ -81,7 +61,7 @@ def _rank(cost_CI, width, block, i, top_BIT, cell_BIT):
 
 
 @njit(nogil=True, cache=True)
-def _ranked(cost_CI, width):
+def ranked(cost_CI, width):
     """The costliest cells of every block and stage: costs and cells, [B, I, TOP]."""
     blocks, stages = cost_CI.shape[0] // width, cost_CI.shape[1]
     top_BIT, cell_BIT = np.empty((blocks, stages, TOP), np.int64), np.empty((blocks, stages, TOP), np.int64)
@@ -92,7 +72,7 @@ def _ranked(cost_CI, width):
 
 
 @njit(nogil=True, cache=True)
-def _rank_again(cost_CI, width, c, top_BIT, cell_BIT):
+def rank_again(cost_CI, width, c, top_BIT, cell_BIT):
     """Look through the block of cell c once more where its new cost may have changed which are the costliest."""
     block = c // width
     for i in range(cost_CI.shape[1]):
@@ -104,7 +84,7 @@ def _rank_again(cost_CI, width, c, top_BIT, cell_BIT):
 
 
 @njit(nogil=True, cache=True, inline="always")
-def _costliest_other(top_BIT, cell_BIT, block, i, a, b):
+def costliest_other(top_BIT, cell_BIT, block, i, a, b):
     """What the costliest cell of a block but a and b costs in stage i."""
     for k in range(TOP):
         c = cell_BIT[block, i, k]
@@ -114,7 +94,7 @@ def _costliest_other(top_BIT, cell_BIT, block, i, a, b):
 
 
 @njit(nogil=True, cache=True)
-def _find_rest(cost_CI, width, unit, rest_CI):
+def find_rest(cost_CI, width, unit, rest_CI):
     """For every cell of a unit and every stage, what the costliest of the unit's other cells costs."""
     for i in range(cost_CI.shape[1]):
         first, second, at_first = np.int64(0), np.int64(0), np.int64(-1)
@@ -129,16 +109,16 @@ def _find_rest(cost_CI, width, unit, rest_CI):
 
 
 @njit(nogil=True, cache=True)
-def _rest_of_units(cost_CI, width):
-    """What :func:`_find_rest` finds, of all units."""
+def rest_of_units(cost_CI, width):
+    """What :func:`find_rest` finds, of all units."""
     rest_CI = np.empty_like(cost_CI)
     for unit in range(cost_CI.shape[0] // width):
-        _find_rest(cost_CI, width, unit, rest_CI)
+        find_rest(cost_CI, width, unit, rest_CI)
     return rest_CI
 
 
 @njit(nogil=True, cache=True, inline="always")
-def _attention_after(cost_CI, cost_SI, rest_CI, a, s, t):
+def attention_after(cost_CI, cost_SI, rest_CI, a, s, t):
     """Sum over stages of the costliest cell of a's unit, once cell a has given s for t to another unit."""
     total = np.int64(0)
     for i in range(cost_CI.shape[1]):
@@ -147,8 +127,8 @@ def _attention_after(cost_CI, cost_SI, rest_CI, a, s, t):
 
 
 @njit(nogil=True, cache=True)
-def _attention_within(cost_CI, cost_SI, width, a, b, s, t):
-    """The same once a has given s for t to cell b of its own unit."""
+def attention_within(cost_CI, cost_SI, width, a, b, s, t):
+    """Sum over stages of the costliest cell of a's unit, once a has given s for t to cell b of that unit."""
     total, first = np.int64(0), a // width * width
     for i in range(cost_CI.shape[1]):
         gain = cost_SI[t, i] - cost_SI[s, i]
@@ -161,20 +141,7 @@ def _attention_within(cost_CI, cost_SI, width, a, b, s, t):
 
 
 @njit(nogil=True, cache=True)
-def _waited_after(cost_CI, cost_SI, top_BIT, cell_BIT, block_C, a, b, s, t):
-    """Sum over stages of the costliest cell of a's block, once cell a has given s for t to cell b of any block."""
-    block, total = block_C[a], np.int64(0)
-    for i in range(cost_CI.shape[1]):
-        gain = cost_SI[t, i] - cost_SI[s, i]
-        most = max(cost_CI[a, i] + gain, _costliest_other(top_BIT, cell_BIT, block, i, a, b))
-        if block_C[b] == block:
-            most = max(most, cost_CI[b, i] - gain)
-        total += most
-    return total
-
-
-@njit(nogil=True, cache=True)
-def _peaks_after(load_URL, load_SRL, ua, ub, s, t, peak_L, other_L):
+def peaks_after(load_URL, load_SRL, ua, ub, s, t, peak_L, other_L):
     """Sums over layers of the fullest rank of two units, once a has given s to b for t; of each layer in the arrays."""
     peak_L[:] = 0
     other_L[:] = 0
@@ -191,8 +158,8 @@ def _peaks_after(load_URL, load_SRL, ua, ub, s, t, peak_L, other_L):
 
 
 @njit(nogil=True, cache=True)
-def _apply(load_URL, load_SRL, ua, ub, s, t):
-    """Unit a gives s to unit b for t."""
+def move_loads(load_URL, load_SRL, ua, ub, s, t):
+    """Unit a gives s to unit b for t: what their ranks hold."""
     for r in range(load_URL.shape[1]):
         for i in range(load_URL.shape[2]):
             given = load_SRL[t, r, i] - load_SRL[s, r, i]
@@ -201,8 +168,8 @@ def _apply(load_URL, load_SRL, ua, ub, s, t):
 
 
 @njit(nogil=True, cache=True)
-def _exchange(s, t, a, b, length_S, cost_SI, cell_of_S, tokens_C, count_C, cost_CI):
-    """Cell a gives s to cell b for t, which may be nobody, the last."""
+def exchange_cells(s, t, a, b, length_S, cost_SI, cell_of_S, tokens_C, count_C, cost_CI):
+    """Cell a gives s to cell b for t, which may be nobody, the last: what the cells hold and cost."""
     gain = length_S[t] - length_S[s]
     tokens_C[a] += gain
     tokens_C[b] -= gain
