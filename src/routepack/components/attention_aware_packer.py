@@ -22,6 +22,7 @@ class AttentionAwarePacker(Packer):
 
     improves: ClassVar[bool] = True
     thread_safe: ClassVar[bool] = True
+    exact_when_tiny: ClassVar[bool] = True
 
     threads: Annotated[int, Limits(least=1, most=1024)] = field(default=2, metadata=ONLY_SPEED)
     """Threads that anneal at once; the plan does not depend on it."""

@@ -24,6 +24,8 @@ class ExpertRerouter(Rerouter):
     the window's largest rank.
     """
 
+    exact_when_tiny: ClassVar[bool] = True
+
     sweeps: CountOrZero = 8
     """At most so many passes over all pairs of ranks when refining a layer."""
     swaps_per_layer: Count = 16000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -29,6 +29,8 @@ class HierarchicalRerouter(ExpertRerouter):
     Where nodes cut EP groups unevenly (``nodes_per_group`` 0) or hold whole groups (1) it places as
     :class:`ExpertRerouter` does; a plan's ``parts["planned.nodes_per_group"]`` says which.
     """
+
+    exact_when_tiny: ClassVar[bool] = True
 
     traffic_weight: NotNegative = 1.0
     """What a row across nodes counts for, in its price: 0 looks at balance alone, above 1 leans to locality."""

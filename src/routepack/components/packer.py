@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
-from typing import Annotated, Any, ClassVar, final
+from typing import Annotated, ClassVar, final
 
 import numpy as np
 
@@ -68,8 +69,11 @@ class Packer(PackingRules):
     improves: ClassVar[bool] = False
     """Whether :meth:`assign` starts from ``start_cell_of_S``, so that packing again after a refined placement pays."""
     thread_safe: ClassVar[bool] = False
-    """Whether :meth:`assign` may be called from several threads at once, each with a problem of its own. A subclass that
-    overrides ``assign`` has to say so again; otherwise its calls never overlap."""
+    """Whether :meth:`assign` may be called from several threads at once, each with a problem of its own. Else its calls never
+    overlap."""
+    exact_when_tiny: ClassVar[bool] = False
+    """Whether a window so small that all its packings can be tried is left to an exact search, and this class is not asked."""
+    promises: ClassVar[Mapping[str, tuple[str, ...]]] = {"thread_safe": ("assign",), "exact_when_tiny": ("assign",)}
 
     max_tokens: Annotated[int, Limits(least=1)]
     """Tokens that one cell may hold."""
@@ -242,11 +246,6 @@ class Packer(PackingRules):
                 f"{type(self).__name__} made {rows} microbatches; packer.min_microbatches={self.min_microbatches} and "
                 f"packer.microbatch_multiple={self.microbatch_multiple} ask for {self.rules.allowed(rows)}."
             )
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "assign" in vars(cls) and "thread_safe" not in vars(cls):
-            cls.thread_safe = False
 
     def _assigned(self, problem: PackingProblem) -> np.ndarray:
         given = replace(problem, length_S=problem.length_S.copy())

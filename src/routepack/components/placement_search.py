@@ -6,8 +6,9 @@ Letters: :mod:`routepack.core`.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import numpy as np
 
@@ -40,13 +41,9 @@ class PlacementSearch(Component):
 
     section: ClassVar[str] = "rerouter"
     thread_safe: ClassVar[bool] = False
-    """Whether its methods may be called from several threads at once, each with units of its own. A subclass that overrides
-    ``refine`` or ``anneal`` has to say so again; otherwise its calls never overlap."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if {"refine", "anneal"} & set(vars(cls)) and "thread_safe" not in vars(cls):
-            cls.thread_safe = False
+    """Whether its methods may be called from several threads at once, each with units of its own. Else its calls never
+    overlap."""
+    promises: ClassVar[Mapping[str, tuple[str, ...]]] = {"thread_safe": ("refine", "anneal")}
 
     @abstractmethod
     def refine(self, slots_LP: np.ndarray, units: PackedUnits) -> np.ndarray:

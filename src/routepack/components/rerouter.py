@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -18,6 +19,9 @@ class Rerouter(Component):
     """Chooses the slot of every expert. Subclasses implement :meth:`assign` and cannot return an illegal placement."""
 
     section: ClassVar[str] = "rerouter"
+    exact_when_tiny: ClassVar[bool] = False
+    """Whether a window so small that all its placements can be tried is left to an exact search, without asking this one."""
+    promises: ClassVar[Mapping[str, tuple[str, ...]]] = {"exact_when_tiny": ("assign", "assign_on", "search")}
 
     @abstractmethod
     def assign(self, tokens_LE: np.ndarray, num_ranks: int) -> np.ndarray:

@@ -89,8 +89,15 @@ class Component(metaclass=ComponentMeta):
     error: ClassVar[type[RoutePackError]] = ConfigError
     """What is raised for a wrong value."""
 
+    promises: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Class variables that promise something about methods, and which. A subclass that overrides one of these methods keeps
+    no promise about it, unless it makes it again."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        for promise, methods in cls.promises.items():
+            if set(methods) & set(vars(cls)) and promise not in vars(cls):
+                setattr(cls, promise, False)
         for name in vars(cls):
             for base in cls.__mro__[1:]:
                 if getattr(vars(base).get(name), "__final__", False):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,8 @@ def candidates(search: Search) -> Iterator[Candidate]:
     if not (search.placement_search and search.packer.improves):
         yield from _packed_once(search, placement)
         return
-    optimum, proven = _optimum(search)
+    exact = search.packer.exact_when_tiny and search.rerouter.exact_when_tiny
+    optimum, proven = _optimum(search) if exact else (None, False)
     if optimum is not None:
         yield optimum
     if proven and not search.rates.links_cost:
@@ -84,7 +85,7 @@ def _optimum(search: Search) -> tuple[Candidate | None, bool]:
         data_parallel_degree=topology.data_parallel_degree,
     )
     placed = ExpertPlacement(physical_to_logical_LP=placement.slots_of_ranks(rank_of_LE))
-    return search.priced(placed, packing, search.load_of(placed)), proven
+    return replace(search.priced(placed, packing, search.load_of(placed)), note="found by the exact search"), proven
 
 
 def _chains(search: Search, placement: ExpertPlacement) -> Iterator[Candidate]:

@@ -90,6 +90,8 @@ class Candidate:
     rerouter: Rerouter
     packer: Packer
     evaluation: evaluation.Evaluation
+    note: str = ""
+    """What else is to be said of where it comes from."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -237,6 +239,7 @@ class Search:
         limits = bounds.plan_bounds(
             self.demand, self.topology, self.rates, max_tokens=self.packer.max_tokens, sync=planner.sync
         )
+        certified = "the packing that certifies M" if np.array_equal(best.packing.cell_of_S, self.feasible) else ""
         rows = best.packing.num_microbatches
         parts = best.evaluation.parts("planned") | baseline.evaluation.parts("baseline")
         if not isinstance(planner.links, FreeLinks):
@@ -255,8 +258,8 @@ class Search:
             certificate=replace(self.certificate, num_microbatches=rows, possible=min(rows, self.certificate.possible)),
             baseline_microbatches=baseline.packing.num_microbatches,
             rules=self.packer.rules,
-            packer=_made_by(best.packer, self.packer, why, certified=np.array_equal(best.packing.cell_of_S, self.feasible)),
-            rerouter=_made_by(best.rerouter, self.rerouter, why),
+            packer=_made_by(best.packer, self.packer, why, best.note or certified),
+            rerouter=_made_by(best.rerouter, self.rerouter, why, best.note),
             unit=self.rates.unit,
             cost=self.rates.as_dict() | planner.cost_model.as_dict() | {"links": planner.links.as_dict()},
             parts={**parts, **moves} | {f"bound.{name}": value for name, value in limits.items()},
@@ -281,12 +284,12 @@ class Search:
         return {"num_proposals": int(self.num_proposals)}
 
 
-def _made_by(made: Component, own: Component, why: str, *, certified: bool = False) -> PlannedBy:
+def _made_by(made: Component, own: Component, why: str, note: str) -> PlannedBy:
     options = as_config(made)
     name, own_name = options.pop("_target_"), import_path(type(own))
     if name != own_name:
         return PlannedBy(name=name, options=options, instead_of=own_name, why=why)
-    return PlannedBy(name=name, options=options, why="it is the packing that certifies M" if certified else "")
+    return PlannedBy(name=name, options=options, why=note)
 
 
 def _check_countable(demand: RoutingDemand) -> None:
