@@ -32,7 +32,7 @@ class Assembler:
         self._shape: tuple[int, int] = (0, 0)
         self._kept_L: np.ndarray | None = None
         self._layer_ids: list[int] = []
-        self._ids = GrowingRows(id_dtype(model.num_experts), is_large=True)
+        self._ids = GrowingRows(id_dtype(model.num_experts))
         self._judged = GrowingRows(np.dtype(np.uint8))
         self._packed: np.ndarray | None = None
         self._rows: list[int] = []
@@ -44,7 +44,7 @@ class Assembler:
 
         It can where it has the batch's dtype, no column is left out, and no sequence lacks a row or has one too many.
         """
-        if packed_TLK.ndim != 3 or packed_TLK.dtype != self._ids.dtype or not packed_TLK.flags.c_contiguous:
+        if packed_TLK.ndim != 3 or packed_TLK.dtype != id_dtype(self.model.num_experts) or not packed_TLK.flags.c_contiguous:
             return
         for rows, tokens in zip(rows_S, tokens_S, strict=True):
             if rows and rows not in (tokens - 1, tokens):
@@ -109,7 +109,7 @@ class Assembler:
     def _keep(self, columns: list[int]) -> None:
         self._kept_L = np.asarray(columns, dtype=np.int64)
         self._layer_ids = self.model.layer_ids(columns, self._shape[0])
-        self._ids.shape = (len(columns), self._shape[1])
+        self._ids = GrowingRows(id_dtype(self.model.num_experts), (len(columns), self._shape[1]))
 
     def _routes(self, segment: Segment) -> np.ndarray:
         """The rows that may be routes: filler, which stands in dense layers too, would give those away as routing."""

@@ -13,12 +13,13 @@ from routepack.core.arrays import to_numpy
 from routepack.core.checks import whole
 from routepack.core.errors import TraceError
 from routepack.traces.formats.import_options import ImportReport
-from routepack.traces.formats.long_text import LONG_TEXT, long_base64
 from routepack.traces.formats.model_routing import ModelRouting
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 ENVELOPE = "nrlre1"
 """What NeMo-RL's strings begin with: ``nrlre1:<dtype>:<S>x<L>x<K>:<base64>``."""
+BLOCK = 1 << 18
+"""Characters of base64 text decoded at once: whole ids of every width, since 32 characters are 24 bytes."""
 LISTS = "Routes came as nested lists, which take seconds to convert: arrays or bytes are preferred."
 
 
@@ -101,10 +102,10 @@ def _from_envelope(text: str, where: str) -> np.ndarray:
 
 
 def _ids(data: str | bytes | bytearray | memoryview, dtype_name: Any, where: str) -> np.ndarray:
-    """The ids that text or bytes hold, flat; of *dtype_name*, or narrower where long base64 text was decoded bit by bit."""
+    """The ids of *dtype_name* that base64 text or bytes hold, flat; long text of wide ids gives int16 where all fit."""
     dtype = _dtype(dtype_name, where)
     if isinstance(data, str):
-        ids = long_base64(data, dtype) if len(data) >= LONG_TEXT else None
+        ids = _narrowed(data, dtype) if len(data) > BLOCK and dtype.itemsize > 2 else None
         if ids is not None:
             return ids
         data = _base64(data, where)
@@ -112,6 +113,26 @@ def _ids(data: str | bytes | bytearray | memoryview, dtype_name: Any, where: str
     if size % dtype.itemsize:
         raise TraceError(f"{where}: routed_experts has {size} bytes, no multiple of {dtype}'s. Was it cut off?")
     return np.frombuffer(data, dtype=dtype) if size else np.empty(0, dtype=dtype)
+
+
+def _narrowed(text: str, dtype: np.dtype) -> np.ndarray | None:
+    """The ids of base64 text as int16, decoded block by block, so that the wide ones of a sequence are never all in memory.
+
+    None where an id does not fit, or the text is not whole: decoding it at once tells which. Padding inside the text ends a
+    block short of a whole number of ids, which four or eight bytes wide show.
+    """
+    ids = np.empty(len(text) // 4 * 3 // dtype.itemsize, np.int16)
+    size = 0
+    for first in range(0, len(text), BLOCK):
+        try:
+            block = np.frombuffer(binascii.a2b_base64(text[first : first + BLOCK], strict_mode=True), dtype)
+        except ValueError:
+            return None
+        if block.min() < np.iinfo(np.int16).min or block.max() > np.iinfo(np.int16).max:
+            return None
+        ids[size : size + len(block)] = block
+        size += len(block)
+    return ids[:size]
 
 
 def _base64(text: str | memoryview, where: str) -> bytes:
