@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from routepack.core.errors import ConfigError, TraceError
 from routepack.traces import formats
-from routepack.traces.formats import ImportOptions, ModelRouting
-from routepack.traces.formats import payloads
+from routepack.traces.formats import ImportOptions, ModelRouting, payloads
 from routepack.traces.formats.payloads import _ids, encoded
 
 ROOT = Path(__file__).parents[3]
@@ -461,7 +460,9 @@ def test_base64_in_blocks_is_decoded_as_at_once(size, seed, dtype, is_wide):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@given(st.integers(0, 2**32 - 1), st.integers(100, 7000), st.sampled_from("-=é\n _.\x7f\0"), st.sampled_from(["int16", "int32"]))
+@given(
+    st.integers(0, 2**32 - 1), st.integers(100, 7000), st.sampled_from("-=é\n _.\x7f\0"), st.sampled_from(["int16", "int32"])
+)
 def test_text_that_is_no_base64_is_refused(seed, size, wrong, dtype):
     rng = np.random.default_rng(seed)
     text = encoded(rng.integers(0, 2**15, size).astype(dtype))
