@@ -10,13 +10,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.errors import ConfigError, TraceError
+from routepack.core.files import naming
 from routepack.core.plans import SYNCS, Sync
 from routepack.core.rollouts import RolloutBatch, RoutingDemand
 from routepack.cost.models import CostModel, WindowNormalizedCost
 from routepack.report.topology_gains import Outlook, TopologyGain, natural_cap
 from routepack.report.trace_statistics import RoutingInspection, inspect_routing
 from routepack.report.trace_tables import gains_text, inspection_text
-from routepack.traces.trace_files import load_window, naming
+from routepack.traces.trace_files import load_window
 
 
 def inspect_command(

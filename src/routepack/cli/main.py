@@ -15,7 +15,7 @@ from rich.table import Table
 
 from routepack.core.config import check_keys, load, split_layers
 from routepack.core.errors import ConfigError, PlanError, RoutePackError, TraceError
-from routepack.core.files import atomic_path, check_out
+from routepack.core.files import atomic_path, check_out, naming, write_json
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -73,8 +73,9 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
 ) -> None:
     """Plan one optimizer step from a recorded trace: baseline, plan and lower bound side by side."""
+    from routepack.planning.plan_files import save_plan
     from routepack.report.plan_metrics import plan_metrics
-    from routepack.traces.trace_files import load_window, naming, save_plan
+    from routepack.traces.trace_files import load_window
 
     config = load(*split_layers(layers))
     planner = _planner(config)
@@ -103,8 +104,9 @@ def verify(
     """Recheck a plan against the trace it was made for, with code that shares nothing with the planner."""
     from routepack.components.routing_demand_collector import RoutingDemandCollector
     from routepack.core.rollouts import RoutingDemand
+    from routepack.planning.plan_files import load_plan
     from routepack.planning.verification import verify as problems_of
-    from routepack.traces.trace_files import load_plan, load_window
+    from routepack.traces.trace_files import load_window
 
     made, window = load_plan(plan), load_window(trace)
     demand = window if isinstance(window, RoutingDemand) else RoutingDemandCollector().collect(window)
@@ -147,8 +149,7 @@ def inspect_trace(
         num_proposals=proposals, by=by, prompt_share=prompt_share,
     )  # fmt: skip
     if as_json is not None:
-        with atomic_path(as_json) as temporary:
-            temporary.write_text(json.dumps(figures, indent=1))
+        write_json(as_json, figures, indent=1)
         typer.echo(f"\nAll figures: {as_json}")
 
 
@@ -161,8 +162,9 @@ def report(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
 ) -> None:
     """Show a plan as one HTML page that needs nothing else: for a browser, a mail or paper."""
+    from routepack.planning.plan_files import load_plan
     from routepack.report import write_report
-    from routepack.traces.trace_files import load_plan, load_window
+    from routepack.traces.trace_files import load_window
 
     check_out(out, plan, *([] if trace is None else [trace]))
     window = None if trace is None else load_window(trace)

@@ -137,7 +137,7 @@ class RoutingInspection:
         figures["coverage"]["share"] = self.coverage.share
         if self.groups is not None:
             figures["groups"] |= {"between": self.groups.between, "within": self.groups.within}
-        return _finite(as_plain(figures))
+        return as_plain(figures, finite=True)
 
 
 def inspect_routing(
@@ -343,12 +343,3 @@ def _correlation(prefill_SLE: np.ndarray, decode_SLE: np.ndarray, s: np.ndarray,
         norm = np.sqrt((one**2).sum(axis=-1) * (two**2).sum(axis=-1))
         found[part] = ((one * two).sum(axis=-1) / np.where(norm > 0, norm, 1.0)).mean(axis=-1)
     return found
-
-
-def _finite(value: Any) -> Any:
-    """Nested figures with None for what is not a number, which JSON cannot say."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -19,7 +19,7 @@ import numpy as np
 from routepack.core.checks import MOST
 from routepack.core.errors import ConfigError, TraceError
 from routepack.core.files import is_folder
-from routepack.traces.trace_files import read_tensors
+from routepack.core.tensor_files import read_tensors
 
 DEFLATE_LIMIT = 1032
 """Deflate cannot make data shorter than by this factor."""
