@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import inspect
+import pkgutil
 import typing
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from routepack.core.errors import ConfigError, RoutePackError
+from routepack.core.component import ComponentMeta, check_is_dataclass, checked_value, option_types, plain_type
+from routepack.core.errors import ConfigError
 
 T = TypeVar("T")
 TARGET = "_target_"
@@ -52,59 +53,94 @@ def split_layers(layers: list[str]) -> tuple[list[str], list[str]]:
     return [layer for layer in layers if layer not in overrides], overrides
 
 
-def build(config: DictConfig, section: str, *, base: type[T], default: type[T] | None = None) -> T:
-    """Build the component that *section* names: an instance of its ``_target_``, which must be a *base*.
+def build(config: DictConfig, section: str, *, base: type[T], default: Callable[..., T] | None = None) -> T:
+    """Build the component that *section* names: what its ``_target_`` makes, which must be a *base*.
 
-    A section without ``_target_`` builds *default* (*base* itself where none is given); a missing section
-    builds it with its own defaults.
+    A ``_target_`` is a class or a function that returns a component, such as ``routepack.CostModel.for_model``. Options may
+    hold components of their own, at any depth. A section without ``_target_`` builds *default* (*base* itself where none is
+    given); a missing section builds it with its own defaults.
     Raises ConfigError naming the option, its value and what is allowed.
     """
-    options = section_options(config, section)
+    return _component(section_options(config, section), base, default or base, where=section)
+
+
+def instantiate(target: Callable[..., T], options: Mapping[str, Any], *, where: str) -> T:
+    """Call *target*, a class or a function, with *options*, each checked against the type that *target* gives it."""
+    if inspect.isclass(target):
+        check_is_dataclass(target)
+    types, needed, what = option_types(target), _needed(target), getattr(target, "__name__", str(target))
+    check_keys(options, list(types), where=where, what=what)
+    prefix = f"{where}." if where else ""
+    for name in needed:
+        if name not in options:
+            raise ConfigError(f"{prefix}{name} is not set, and {what} needs it: give it a value.")
+    given = {name: _option(value, types[name], f"{prefix}{name}") for name, value in options.items()}
+    for name, value in given.items():
+        _check_kind(f"{prefix}{name}", value, types[name], has_default=name not in needed)
+    return target(**given)
+
+
+def _component(options: dict[str, Any], base: type[T], default: Callable[..., T], *, where: str) -> T:
     path = options.pop(TARGET, None)
-    target = (default or base) if path is None else locate(path, where=section)
-    if not (inspect.isclass(target) and issubclass(target, base)):
-        raise ConfigError(f"{section}.{TARGET}={path} is not a {base.__name__}: name a subclass of {_name(base)}.")
+    target = default if path is None else locate(path, where=where)
+    named = f"{where}.{TARGET}={path or _name(target)}"
+    wrong = ConfigError(f"{named} is not a {base.__name__}: name a subclass of {_name(base)}, or a function that makes one.")
+    if not callable(target) or (inspect.isclass(target) and not issubclass(target, base)):
+        raise wrong
     if inspect.isabstract(target):
-        raise ConfigError(f"{section}.{TARGET}={path or _name(base)} is abstract: name one of its subclasses.")
-    return instantiate(target, options, where=section)
+        raise ConfigError(f"{named} is abstract: name one of its subclasses.")
+    made = instantiate(target, options, where=where)
+    if not isinstance(made, base):
+        raise wrong
+    return made
 
 
-def instantiate(target: type[T], options: dict[str, Any], *, where: str) -> T:
-    """Make a *target* dataclass from plain *options*, each checked against the type of its field."""
-    fields = [field for field in dataclasses.fields(cast(Any, target)) if field.init]
-    types = typing.get_type_hints(target)
-    check_keys(options, [field.name for field in fields], where=where, what=target.__name__)
-    for field in fields:
-        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if needed and field.name not in options:
-            raise ConfigError(f"{where}.{field.name} is not set, and {target.__name__} needs it: give it a value.")
-    options = {name: _whole_as_int(value, types.get(name)) for name, value in options.items()}
+def _option(value: Any, hint: Any, where: str) -> Any:
+    """*value* as *hint* wants it: components built, whole numbers that YAML reads as floats made whole, texts read."""
+    kind, _, optional = plain_type(hint)
+    parts = typing.get_args(kind)
+    if isinstance(value, dict):
+        base = kind if inspect.isclass(kind) else object
+        if TARGET in value or (dataclasses.is_dataclass(base) and not inspect.isabstract(base)):
+            return _component(value, base, base, where=where)
+        if isinstance(base, ComponentMeta):
+            raise ConfigError(f"{where} must say in {where}.{TARGET} which {base.__name__} it is.")
+        return {name: _option(one, parts[1] if len(parts) == 2 else Any, f"{where}.{name}") for name, one in value.items()}
+    if isinstance(value, list):
+        return [_option(one, parts[0] if parts else Any, f"{where}[{place}]") for place, one in enumerate(value)]
+    if isinstance(value, float) and value.is_integer() and kind is int:
+        return int(value)
+    if isinstance(value, str) and kind in (int, float, bool):
+        # An environment variable gives a text.
+        read = yaml.safe_load(value) if value else value
+        return read if isinstance(read, int | float) else value
     # Where an empty text means off, so does null, which is also what YAML makes of "option=".
-    off = {field.name for field in fields if field.default == "" and types.get(field.name) is str}
-    options = {name: "" if value is None and name in off else value for name, value in options.items()}
-    try:
-        return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(target), options)))
-    except RoutePackError:
-        raise
-    except OmegaConfBaseException as error:
-        cause = error.__cause__
-        if isinstance(cause, RoutePackError):
-            raise cause from error
-        key = str(error.full_key or "")
-        value = f"={options[key]!r}" if key in options else ""
-        name = ".".join(part for part in (where, key) if part)
-        wanted = _WANTED.get(cast(Any, types.get(key)))
-        remedy = f": {wanted} is needed, or leave it out for its default." if wanted else ""
-        raise ConfigError(f"{name}{value}: {_first_line(error)}{remedy}") from error
+    return "" if value is None and kind is str and not optional else value
 
 
-_WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+def _check_kind(where: str, value: Any, hint: Any, *, has_default: bool) -> None:
+    """Raise ConfigError where *value* is of another kind than *hint*, or outside of its limits."""
+    kind, _, optional = plain_type(hint)
+    if value is None and optional:
+        return
+    kinds = {float: (int, float)}.get(kind, kind)
+    if kind in _WANTED and (not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool)):
+        remedy = ", or leave it out for its default" if has_default else ""
+        raise ConfigError(f"{where}={value!r}: this is a {type(value).__name__}: {_WANTED[kind]} is needed{remedy}.")
+    checked_value(where, value, hint)
 
 
-def _whole_as_int(value: Any, kind: Any) -> Any:
-    """*value*, but 1e9, which YAML reads as a float, as an int where the field wants one."""
-    wants_int = int in (kind, *typing.get_args(kind)) and float not in (kind, *typing.get_args(kind))
-    return int(value) if isinstance(value, float) and value.is_integer() and wants_int else value
+_WANTED: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def _needed(target: Callable[..., Any]) -> list[str]:
+    """The options of *target* that have no default."""
+    if dataclasses.is_dataclass(target):
+        missing = dataclasses.MISSING
+        fields = [field for field in dataclasses.fields(target) if field.init]
+        return [field.name for field in fields if field.default is missing and field.default_factory is missing]
+    parameters = inspect.signature(target).parameters
+    return [name for name in option_types(target) if parameters[name].default is inspect.Parameter.empty]
 
 
 def section_options(config: DictConfig, section: str) -> dict[str, Any]:
@@ -133,11 +169,12 @@ def check_keys(given: Iterable[Any], allowed: Collection[str], *, where: str = "
 
 
 def locate(path: Any, *, where: str) -> Any:
-    """Import what a ``_target_`` names, such as ``routepack.FirstFitPacker``."""
-    module, _, name = str(path).rpartition(".")
+    """Import what a ``_target_`` names, such as ``routepack.FirstFitPacker`` or ``routepack.CostModel.for_model``."""
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        if "." not in str(path):
+            raise ImportError("it names no module")
+        return pkgutil.resolve_name(str(path))
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{where}.{TARGET}: cannot import {path!r} ({error}): give the full import path.") from error
 
 
@@ -200,7 +237,7 @@ def _shared_options(old: Any, new: Any, *, where: str) -> set[str]:
     return {field.name for field in dataclasses.fields(common[0])} if common else set()
 
 
-def _name(kind: type) -> str:
+def _name(kind: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

@@ -6,13 +6,15 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from routepack.core.arrays import as_plain, checked_array, digest_of
 from routepack.core.checks import instance, real, whole
-from routepack.core.errors import ConfigError, PlanError
+from routepack.core.component import Component, Count, CountOrZero
+from routepack.core.errors import ConfigError, PlanError, RoutePackError
 
 Sync = Literal["step", "microbatch", "layer"]
 SYNCS: tuple[Sync, ...] = ("step", "microbatch", "layer")
@@ -23,7 +25,7 @@ DEGREES = ("data_parallel_degree", "expert_parallel_degree", "model_parallel_deg
 
 
 @dataclass(frozen=True, kw_only=True)
-class Topology:
+class Topology(Component):
     """Which data-parallel rank meets which in an expert-parallel group.
 
     The expert mesh is row-major over the same ranks as the data mesh, as in TorchTitan:
@@ -33,18 +35,19 @@ class Topology:
     [0, 0, 1, 1]
     """
 
-    data_parallel_degree: int
+    section: ClassVar[str] = "topology"
+
+    data_parallel_degree: Count
     """W, the ranks that each get microbatches of their own."""
-    expert_parallel_degree: int
+    expert_parallel_degree: Count
     """R, the ranks that share one copy of every layer's experts."""
-    model_parallel_degree: int = 1
+    model_parallel_degree: Count = 1
     """Ranks that work on the same microbatch: context-parallel x tensor-parallel degree."""
-    ranks_per_node: int = 8
+    ranks_per_node: Count = 8
     """Ranks joined by the fast links of one node."""
 
-    def __post_init__(self) -> None:
-        for name in DEGREES:
-            object.__setattr__(self, name, whole(f"topology.{name}", getattr(self, name), least=1, most=2**31 - 1))
+    def check_options(self) -> None:
+        """Raise ConfigError where the ranks do not divide into EP groups."""
         ranks = self.data_parallel_degree * self.model_parallel_degree
         if ranks % self.expert_parallel_degree:
             raise ConfigError(
@@ -216,26 +219,26 @@ def _positions_in_cells(cell_of_S: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackingRules:
+class PackingRules(Component):
     """What a training stack asks of the microbatches beyond the cap. The defaults ask nothing.
 
     >>> PackingRules(min_microbatches=3, microbatch_multiple=4).allowed(1)
     4
     """
 
-    min_microbatches: int = 1
+    section: ClassVar[str] = "packer"
+
+    min_microbatches: Count = 1
     """Microbatches that there must be at least."""
-    microbatch_multiple: int = 1
+    microbatch_multiple: Count = 1
     """Their number must be a multiple of this."""
     equal_sequences: bool = False
     """Whether every DP rank gets equally many sequences over the window."""
-    sequence_skew: int = 0
+    sequence_skew: CountOrZero = 0
     """By how much the fullest and the emptiest rank may differ in sequences under ``equal_sequences``."""
 
-    def __post_init__(self) -> None:
-        for name, least in (("min_microbatches", 1), ("microbatch_multiple", 1), ("sequence_skew", 0)):
-            object.__setattr__(self, name, whole(f"packer.{name}", getattr(self, name), least=least, most=2**31 - 1))
-        instance("packer.equal_sequences", self.equal_sequences, bool)
+    def check_options(self) -> None:
+        """Raise ConfigError where a skew is given that nothing asks about."""
         if self.sequence_skew and not self.equal_sequences:
             raise ConfigError(
                 f"packer.sequence_skew={self.sequence_skew} loosens packer.equal_sequences, which is off: turn that on, or "
@@ -256,24 +259,24 @@ class PackingRules:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Certificate:
+class Certificate(Component):
     """How many microbatches a window needs at least, and how that is known."""
 
-    num_microbatches: int
+    section: ClassVar[str] = "certificate"
+    error: ClassVar[type[RoutePackError]] = PlanError
+
+    num_microbatches: Count
     """Microbatches of the plan; of the packing found, where there is no plan yet."""
-    lower_bound: int
+    lower_bound: Count
     """Microbatches that no packing can go below: a bin-packing bound divided by the DP ranks, rounded up."""
     method: str
     """What proves that: ``L2``, or an exact search that found fewer impossible: ``bin completion``, ``CP-SAT``."""
-    possible: int = None  # pyrefly: ignore[bad-assignment]
+    possible: Count = None  # pyrefly: ignore[bad-assignment]
     """The fewest that a packing was found for. None, when constructing: ``num_microbatches``."""
 
     def __post_init__(self) -> None:
         if self.possible is None:
             object.__setattr__(self, "possible", self.num_microbatches)
-        for name in ("num_microbatches", "lower_bound", "possible"):
-            object.__setattr__(self, name, whole(f"certificate.{name}", getattr(self, name), least=1, error=PlanError))
-        instance("certificate.method", self.method, str, error=PlanError)
 
     @property
     def certified(self) -> bool:
@@ -285,6 +288,27 @@ class Certificate:
         if self.possible < self.num_microbatches:
             state = f"{self.possible} possible: {state}"
         return f"M = {self.num_microbatches} ({state}, {self.method})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedBy(Component):
+    """Which packer made a plan's packing, or which rerouter its placement."""
+
+    section: ClassVar[str] = "plan.packer or plan.rerouter"
+    error: ClassVar[type[RoutePackError]] = PlanError
+
+    name: str
+    """Its class, by import path."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The options that it had; components inside it as configs with a ``_target_``."""
+    instead_of: str = ""
+    """The planner's own component, where what that made was not taken; else empty."""
+    why: str = ""
+    """Why it was not taken, or what else is to be said."""
+
+    def __str__(self) -> str:
+        name, other = (path.rpartition(".")[2] for path in (self.name, self.instead_of))
+        return f"{name} instead of {other}: {self.why}" if other else f"{name} ({self.why})" if self.why else name
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -309,6 +333,10 @@ class Plan:
     certificate: Certificate
     baseline_microbatches: int = 0
     """Microbatches that the baseline needs."""
+    packer: PlannedBy | None = None
+    """What made the packing: the planner's packer, or a baseline's where that was better. None: the file does not say."""
+    rerouter: PlannedBy | None = None
+    """What made the placement."""
     rules: PackingRules = PackingRules()
     """What was asked of the microbatches. The baseline is not held to ``equal_sequences``."""
     unit: str = "relative"
@@ -351,6 +379,8 @@ class Plan:
             instance(f"plan.{name}", getattr(self, name), Mapping, error=PlanError)
         for name, value in self.parts.items():
             real(f"plan.parts[{name!r}]", value, error=PlanError)
+        for name in ("packer", "rerouter"):
+            instance(f"plan.{name}", getattr(self, name), (PlannedBy, NoneType), error=PlanError)
         for name, value in self.versions.items():
             instance(f"plan.versions[{name!r}]", value, str, error=PlanError)
         self._check_cost()
@@ -389,6 +419,7 @@ class Plan:
             "num_microbatches": int(self.num_microbatches),
             "certificate": asdict(self.certificate),
             "rules": asdict(self.rules),
+            **{name: asdict(made) for name in ("packer", "rerouter") if (made := getattr(self, name)) is not None},
             **{name: as_plain(getattr(self, name)) for name in _FIGURES},
         }
 

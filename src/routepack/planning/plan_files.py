@@ -16,14 +16,16 @@ import numpy as np
 from routepack.core.checks import instance
 from routepack.core.errors import RoutePackError, TraceError
 from routepack.core.files import naming
-from routepack.core.plans import Certificate, ExpertPlacement, Packing, PackingRules, Plan, Topology
+from routepack.core.plans import Certificate, ExpertPlacement, Packing, PackingRules, Plan, PlannedBy, Topology
 from routepack.core.tensor_files import check_format, check_names, read_tensors, write_tensors
 
 PLAN = "routepack.plan/1"
 _TENSORS = ("physical_to_logical", "cell_of_sequence", "order", "length")
 _OF_TENSORS = ("placement", "packing", "length_S")
 """The fields of a plan that its tensors hold."""
-_PARTS = {"topology": Topology, "certificate": Certificate, "rules": PackingRules}
+_PARTS = {
+    "topology": Topology, "certificate": Certificate, "rules": PackingRules, "packer": PlannedBy, "rerouter": PlannedBy,
+}  # fmt: skip
 """The fields of a plan that are JSON objects of their own."""
 
 
@@ -54,22 +56,15 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 
 
 def _plan(header: dict[str, Any], tensors: dict[str, np.ndarray]) -> Plan:
-    topology = Topology(**header.pop("topology"))
+    header |= {name: noun(**header[name]) for name, noun in _PARTS.items() if name in header}
     packing = Packing(
         cell_of_S=tensors["cell_of_sequence"],
         order_S=tensors["order"],
         num_microbatches=header.pop("num_microbatches"),
-        data_parallel_degree=topology.data_parallel_degree,
+        data_parallel_degree=header["topology"].data_parallel_degree,
     )
-    return Plan(
-        topology=topology,
-        placement=ExpertPlacement(physical_to_logical_LP=tensors["physical_to_logical"]),
-        packing=packing,
-        length_S=tensors["length"],
-        certificate=Certificate(**header.pop("certificate")),
-        rules=PackingRules(**header.pop("rules")),
-        **header,
-    )
+    placement = ExpertPlacement(physical_to_logical_LP=tensors["physical_to_logical"])
+    return Plan(placement=placement, packing=packing, length_S=tensors["length"], **header)
 
 
 def _header(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
@@ -85,7 +80,8 @@ def _header(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
     wanted = {name: needed for name, needed in _entries(Plan).items() if name not in _OF_TENSORS}
     _check_entries(path, "its header", header, wanted | {"num_microbatches": True, "digest": True})
     for name, noun in _PARTS.items():
-        _check_entries(path, name, header.setdefault(name, {}), _entries(noun))
+        if name in header:
+            _check_entries(path, name, header[name], _entries(noun))
     if not header["digest"]:
         raise TraceError(f"{path} has lost the digest of its plan: plan again.")
     return header

@@ -68,6 +68,6 @@ class Planner(PlannerSettings):
         best = min(found, key=lambda candidate: candidate.evaluation.key)
         best = brought_near(search, best)
         if previous is None:
-            return search.report(best, baseline)
+            return search.report(best, baseline, known)
         best, moves = moved_on(search, best, baseline, previous)
-        return search.report(best, baseline, moves)
+        return search.report(best, baseline, known, moves)

@@ -1,6 +1,6 @@
 """``routepack train``: checks a config, starts the ranks unless a launcher did, and reports how they ended.
 
-Run as a module, this is one rank.
+``python -m routepack.torchtitan.launch`` is one rank.
 """
 
 from __future__ import annotations
@@ -296,7 +296,3 @@ def main(arguments: Sequence[str]) -> None:
     except RoutePackError as error:
         sys.stderr.write(f"routepack: {error}\n")
         collectives.leave(1)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
