@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -11,10 +13,9 @@ from routepack.core.errors import TraceError
 from routepack.core.rollouts import RolloutBatch, fed_tokens, id_dtype
 from routepack.traces.formats.buffers import GrowingRows
 from routepack.traces.formats.convention import CODE, COUNTS_UP, REPEATS, Convention, Reason, tell_tale
-from routepack.traces.formats.fields import merged_fields
 from routepack.traces.formats.import_options import Imported, ImportOptions, ImportReport
 from routepack.traces.formats.model_routing import ModelRouting
-from routepack.traces.formats.recorded_sequence import RecordedSequence, Segment
+from routepack.traces.formats.records import Record, RecordedSequence, Segment, merged_fields
 from routepack.traces.formats.suspicious_signs import look_for_signs
 
 MOST_ABSENT = 1 << 16
@@ -65,6 +66,17 @@ class Assembler:
             return
         self._take_waiting()
         self._take(sequence)
+
+    def records(self, source: Any, noun: str, *, first: int = 0) -> Iterator[Record]:
+        """The records of *source*, or *source* itself where it is one, numbered from *first* on.
+
+        *noun* is what the stack calls a record, for errors.
+        """
+        stack = self.convention.stack
+        if isinstance(source, str | bytes | bytearray) or not hasattr(source, "__iter__"):
+            raise TraceError(f"{stack}: a {type(source).__name__} is no list of records.")
+        for number, raw in enumerate([source] if isinstance(source, Mapping) else source, first):
+            yield Record(raw=raw, where=f"{stack}, {noun} {number}", model=self.model, report=self.report)
 
     def finish(self) -> Imported:
         """The batch and its report. Raises TraceError where nothing at all was recorded."""
@@ -149,10 +161,7 @@ class Assembler:
             self._fill(sequence, rows)
         self._rows.append(rows)
         # The rows are copied; holding on to their sources would take their memory for as long as the import lasts.
-        self._done.append(RecordedSequence(
-            num_tokens=sequence.num_tokens, token_fields=sequence.token_fields,
-            sequence_fields=sequence.sequence_fields, group=sequence.group,
-        ))  # fmt: skip
+        self._done.append(replace(sequence, segments=(), doubtful=()))
         if self.options.progress is not None:
             self.options.progress(len(self._done))
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from routepack.core.arrays import to_numpy
 from routepack.core.errors import TraceError
-from routepack.traces.formats.fields import whole_numbers
+from routepack.traces.formats.assembler import Assembler
+from routepack.traces.formats.records import RecordedSequence, Segment, whole_numbers
 
 
 def padded_ids(value: Any, where: str) -> np.ndarray:
@@ -38,6 +40,16 @@ def attended(value: Any, batch: int, width: int, where: str) -> np.ndarray:
             "Padding stands before and after a sequence's tokens, never among them: cut masked tokens out, routes too."
         )
     return marked
+
+
+def padded_tokens(value: Any, shape: tuple[int, ...], where: str) -> np.ndarray | None:
+    """Token ids [B, S] of the same layout as the routes; None for None."""
+    if value is None:
+        return None
+    ids = to_numpy(value, f"{where}: input_ids")
+    if ids.shape != shape:
+        raise TraceError(f"{where}: input_ids has shape {ids.shape}; {shape} is needed, as the routes have it.")
+    return ids
 
 
 def row_mask(value: Any, shape: tuple[int, ...], name: str, where: str) -> np.ndarray:
@@ -92,7 +104,47 @@ def check_offsets(offsets: np.ndarray, rows: int, where: str) -> None:
         raise TraceError(f"{where}: offsets {offsets[:8].tolist()} ... must ascend from 0 to the {rows} rows.")
 
 
-def span_of(mask_S: np.ndarray) -> slice | np.ndarray:
+def add_attended(
+    assembler: Assembler,
+    ids_BSLK: np.ndarray,
+    mask_BS: np.ndarray,
+    valid_BS: np.ndarray | None,
+    token_ids_BS: np.ndarray | None,
+) -> None:
+    """Take the sequences of a padded batch, each where its attention mask is set."""
+    for b, ids_SLK in enumerate(ids_BSLK):
+        span = _span_of(mask_BS[b])
+        segment = Segment(ids_TLK=ids_SLK[span], valid_T=None if valid_BS is None else valid_BS[b][span])
+        fields = {}
+        if token_ids_BS is not None:
+            fields["token_ids"] = whole_numbers(token_ids_BS[b][span], f"{assembler.convention.stack}: input_ids")
+        assembler.add(RecordedSequence(num_tokens=int(mask_BS[b].sum()), segments=[segment], token_fields=fields))
+
+
+def add_packed(
+    assembler: Assembler,
+    ids_TLK: np.ndarray,
+    offsets: np.ndarray,
+    num_tokens_S: np.ndarray,
+    valid_T: np.ndarray | None,
+    extra_S: Sequence[Mapping[str, Any]] | None = None,
+) -> None:
+    """Take sequences whose rows stand end to end: sequence s has rows ``offsets[s]:offsets[s + 1]``.
+
+    Args:
+        extra_S: other fields of each :class:`RecordedSequence`.
+    """
+    if len(num_tokens_S) != len(offsets) - 1:
+        stack = assembler.convention.stack
+        raise TraceError(f"{stack}: num_tokens has {len(num_tokens_S)} entries for {len(offsets) - 1} sequences of routes.")
+    assembler.share(ids_TLK, np.diff(offsets).tolist(), num_tokens_S.tolist())
+    for s, (first, end) in enumerate(pairwise(offsets.tolist())):
+        segment = Segment(ids_TLK=ids_TLK[first:end], valid_T=None if valid_T is None else valid_T[first:end])
+        extra = {} if extra_S is None else extra_S[s]
+        assembler.add(RecordedSequence(num_tokens=int(num_tokens_S[s]), segments=[segment], **extra))
+
+
+def _span_of(mask_S: np.ndarray) -> slice | np.ndarray:
     """Where a mask is set: a slice if that is one run, so that nothing is copied, else the positions."""
     positions = np.flatnonzero(mask_S)
     if not len(positions):

@@ -6,6 +6,7 @@ What was not recorded is said by ``valid``, or by -1 throughout a row; every oth
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,11 @@ from routepack.core.rollouts import RolloutBatch
 from routepack.traces.formats.assembler import Assembler
 from routepack.traces.formats.convention import Convention, Reason
 from routepack.traces.formats.exporting import rows_of, sequence_records
-from routepack.traces.formats.fields import flat_array, num_tokens_of, records_of, value_of, whole_numbers
 from routepack.traces.formats.import_options import STRICT, Imported, ImportOptions
 from routepack.traces.formats.model_routing import ModelRouting
 from routepack.traces.formats.payloads import decoded
-from routepack.traces.formats.recorded_sequence import RecordedSequence, Segment
-from routepack.traces.formats.tensors import check_offsets, lengths_of, padded_ids, row_mask
-from routepack.traces.formats.travelling import travelling
+from routepack.traces.formats.records import Record, RecordedSequence, Segment, flat_array, whole_numbers
+from routepack.traces.formats.tensors import add_packed, check_offsets, lengths_of, padded_ids, row_mask
 
 CONVENTION = Convention(stack="arrays", switch="record routed_experts", missing=frozenset({Reason.MINUS}))
 
@@ -37,8 +36,8 @@ def load(source: Mapping[str, Any] | Iterable[Any], model: ModelRouting, *, opti
     if isinstance(source, Mapping) and ("cu_seqlens" in source or getattr(source.get("routed_experts"), "ndim", 0) == 4):
         (_add_packed if "cu_seqlens" in source else _add_padded)(assembler, source)
     else:
-        for number, record in enumerate(records_of(source, "arrays")):
-            _add_record(assembler, record, f"arrays, record {number}")
+        for record in assembler.records(source, "record"):
+            assembler.add(_sequence(record))
     return assembler.finish()
 
 
@@ -53,10 +52,7 @@ def _add_packed(assembler: Assembler, source: Mapping[str, Any]) -> None:
     valid = source.get("valid")
     valid = None if valid is None else row_mask(valid, (len(ids),), "valid", "arrays")
     per_sequence = _per_sequence(source, num_tokens, len(rows))
-    assembler.share(ids, rows.tolist(), num_tokens.tolist())
-    for s, (first, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
-        segment = Segment(ids_TLK=ids[first:end], valid_T=None if valid is None else valid[first:end])
-        assembler.add(RecordedSequence(num_tokens=int(num_tokens[s]), segments=[segment], **per_sequence[s]))
+    add_packed(assembler, ids, offsets, num_tokens, valid, per_sequence)
 
 
 def _add_padded(assembler: Assembler, source: Mapping[str, Any]) -> None:
@@ -95,17 +91,15 @@ def _per_sequence(source: Mapping[str, Any], num_tokens: np.ndarray, sequences: 
     ]  # fmt: skip
 
 
-def _add_record(assembler: Assembler, record: Any, where: str) -> None:
-    tokens = value_of(record, "token_ids", "tokens")
-    token_ids = None if tokens is None else whole_numbers(tokens, f"{where}: token_ids")
-    num_tokens = num_tokens_of(record, token_ids, where, "token_ids")
-    ids = decoded(value_of(record, "routed_experts"), where, assembler.model, assembler.report)
-    segments = []
-    if ids is not None:
-        valid = value_of(record, "valid")
-        valid = None if valid is None else row_mask(flat_array(valid, f"{where}: valid"), (len(ids),), "valid", where)
-        segments = [Segment(ids_TLK=ids, valid_T=valid)]
-    assembler.add(RecordedSequence(num_tokens=num_tokens, segments=segments, **travelling(record, token_ids, where)))
+def _sequence(record: Record) -> RecordedSequence:
+    token_ids = record.token_ids("token_ids" if record.value("token_ids") is not None else "tokens")
+    num_tokens = record.num_tokens(token_ids, "token_ids")
+    segments, valid = record.routes(record.value("routed_experts")), record.value("valid")
+    if segments and valid is not None:
+        shape = segments[0].ids_TLK.shape[:1]
+        valid_T = row_mask(flat_array(valid, f"{record.where}: valid"), shape, "valid", record.where)
+        segments = [replace(segments[0], valid_T=valid_T)]
+    return record.sequence(num_tokens, token_ids, segments)
 
 
 def export(batch: RolloutBatch, *, records: bool = False) -> dict[str, Any] | list[dict[str, Any]]:

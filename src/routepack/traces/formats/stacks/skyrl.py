@@ -16,13 +16,11 @@ from routepack.core.rollouts import RolloutBatch
 from routepack.traces.formats.assembler import Assembler
 from routepack.traces.formats.convention import Convention
 from routepack.traces.formats.exporting import rows_of
-from routepack.traces.formats.fields import joined_tokens, num_tokens_of, records_of, value_of, whole_numbers
 from routepack.traces.formats.import_options import STRICT, Imported, ImportOptions
 from routepack.traces.formats.model_routing import ModelRouting
 from routepack.traces.formats.payloads import checked_ids, decoded
-from routepack.traces.formats.recorded_sequence import RecordedSequence, Segment
-from routepack.traces.formats.tensors import attended, check_offsets, padded_ids, row_mask, span_of
-from routepack.traces.formats.travelling import travelling
+from routepack.traces.formats.records import Record, RecordedSequence, whole_numbers
+from routepack.traces.formats.tensors import add_attended, add_packed, attended, check_offsets, padded_ids, row_mask
 
 FIELD = "rollout_expert_indices"
 CONVENTION = Convention(
@@ -45,8 +43,8 @@ def load(source: Mapping[str, Any] | Iterable[Any], model: ModelRouting, *, opti
     elif isinstance(source, Mapping) and "attention_mask" in source:
         _add_padded(assembler, source)
     else:
-        for number, record in enumerate(records_of(source, "skyrl")):
-            _add_trajectory(assembler, record, f"skyrl, trajectory {number}")
+        for record in assembler.records(source, "trajectory"):
+            assembler.add(_trajectory(record))
     return assembler.finish()
 
 
@@ -55,10 +53,7 @@ def _add_padded(assembler: Assembler, source: Mapping[str, Any]) -> None:
     mask = attended(source["attention_mask"], ids.shape[0], ids.shape[1], "skyrl")
     padding = source.get("router_padding_mask")
     real = None if padding is None else ~row_mask(padding, mask.shape, "router_padding_mask", "skyrl")
-    for b in range(len(ids)):
-        where = span_of(mask[b])
-        segment = Segment(ids_TLK=ids[b][where], valid_T=None if real is None else real[b][where])
-        assembler.add(RecordedSequence(num_tokens=int(mask[b].sum()), segments=[segment]))
+    add_attended(assembler, ids, mask, real, None)
 
 
 def _add_packed(assembler: Assembler, source: Mapping[str, Any]) -> None:
@@ -69,28 +64,19 @@ def _add_packed(assembler: Assembler, source: Mapping[str, Any]) -> None:
     ids = checked_ids(ids, "skyrl", assembler.model)
     offsets = whole_numbers(source["cu_seqlens"], "skyrl: cu_seqlens")
     check_offsets(offsets, len(ids), "skyrl: cu_seqlens")
-    rows = np.diff(offsets)
     tokens = source.get("num_tokens")
     # Without their number every token has its row, as in the tensors that SkyRL packs.
-    num_tokens = rows if tokens is None else whole_numbers(tokens, "skyrl: num_tokens")
-    if len(num_tokens) != len(rows):
-        raise TraceError(f"skyrl: num_tokens has {len(num_tokens)} entries; cu_seqlens has {len(rows)} sequences.")
+    num_tokens = np.diff(offsets) if tokens is None else whole_numbers(tokens, "skyrl: num_tokens")
     padding = source.get("router_padding_mask")
     real = None if padding is None else ~row_mask(padding, (len(ids),), "router_padding_mask", "skyrl")
-    assembler.share(ids, rows.tolist(), num_tokens.tolist())
-    for b, (first, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
-        segment = Segment(ids_TLK=ids[first:end], valid_T=None if real is None else real[first:end])
-        assembler.add(RecordedSequence(num_tokens=int(num_tokens[b]), segments=[segment]))
+    add_packed(assembler, ids, offsets, num_tokens, real)
 
 
-def _add_trajectory(assembler: Assembler, record: Any, where: str) -> None:
-    token_ids = joined_tokens({"token_ids": value_of(record, "token_ids")}, where)
-    if token_ids is None:
-        token_ids = joined_tokens({name: value_of(record, name) for name in ("prompt_ids", "response_ids")}, where)
-    num_tokens = num_tokens_of(record, token_ids, where, "prompt_ids and response_ids (or token_ids)")
-    ids = decoded(value_of(record, FIELD), where, assembler.model, assembler.report)
-    segments = [] if ids is None else [Segment(ids_TLK=ids)]
-    assembler.add(RecordedSequence(num_tokens=num_tokens, segments=segments, **travelling(record, token_ids, where)))
+def _trajectory(record: Record) -> RecordedSequence:
+    token_ids = record.token_ids("token_ids")
+    token_ids = record.token_ids("prompt_ids", "response_ids") if token_ids is None else token_ids
+    num_tokens = record.num_tokens(token_ids, "prompt_ids and response_ids (or token_ids)")
+    return record.sequence(num_tokens, token_ids, record.routes(record.value(FIELD)))
 
 
 def export(batch: RolloutBatch, *, packed: bool = False) -> dict[str, Any]:
