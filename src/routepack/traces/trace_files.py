@@ -95,18 +95,16 @@ def concatenate(batches: list[RolloutBatch], names: list[str] | None = None) -> 
             raise TraceError(
                 f"{where}shards disagree on whether sequences have a modality: give modality_ids to all or to none."
             )
-    rows = np.cumsum([0] + [len(batch.routed_experts_TLK) for batch in batches])
     valid = [np.ones(len(b.routed_experts_TLK), bool) if b.valid_T is None else b.valid_T for b in batches]
-    groups = [batch.group_S for batch in batches if batch.group_S is not None]
     return RolloutBatch(
         # Mixed widths are promoted, never cut: a shard's dtype may follow from another tool's choice.
         routed_experts_TLK=np.concatenate([batch.routed_experts_TLK for batch in batches]),
-        cu_seqlens=np.concatenate([[0], *(b.cu_seqlens[1:] + row for b, row in zip(batches, rows, strict=False))]),
+        cu_seqlens=np.cumsum(np.concatenate([[0], *(np.diff(batch.cu_seqlens) for batch in batches)])),
         num_tokens_S=np.concatenate([batch.num_tokens_S for batch in batches]),
         num_experts=first.num_experts,
         layer_ids_L=first.layer_ids_L,
         valid_T=None if all(batch.valid_T is None for batch in batches) else np.concatenate(valid),
-        group_S=np.concatenate(groups) if len(groups) == len(batches) else None,
+        group_S=joined([batch.group_S for batch in batches]),
         modality_S=joined([batch.modality_S for batch in batches]),
         token_fields={k: np.concatenate([b.token_fields[k] for b in batches]) for k in first.token_fields},
         sequence_fields={k: np.concatenate([b.sequence_fields[k] for b in batches]) for k in first.sequence_fields},

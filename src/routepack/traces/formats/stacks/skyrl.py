@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from routepack.core.errors import TraceError
 from routepack.core.rollouts import RolloutBatch
 from routepack.traces.formats.assembler import Assembler
 from routepack.traces.formats.convention import Convention
 from routepack.traces.formats.exporting import rows_of
 from routepack.traces.formats.import_options import STRICT, Imported, ImportOptions
 from routepack.traces.formats.model_routing import ModelRouting
-from routepack.traces.formats.payloads import checked_ids, decoded
-from routepack.traces.formats.records import Record, RecordedSequence, whole_numbers
-from routepack.traces.formats.tensors import add_attended, add_packed, attended, check_offsets, padded_ids, row_mask
+from routepack.traces.formats.records import Record, RecordedSequence
+from routepack.traces.formats.tensors import add_packed, add_padded, attended, packed, padded_ids, row_mask
 
 FIELD = "rollout_expert_indices"
 CONVENTION = Convention(
@@ -51,25 +49,18 @@ def load(source: Mapping[str, Any] | Iterable[Any], model: ModelRouting, *, opti
 def _add_padded(assembler: Assembler, source: Mapping[str, Any]) -> None:
     ids = padded_ids(source.get(FIELD), "skyrl")
     mask = attended(source["attention_mask"], ids.shape[0], ids.shape[1], "skyrl")
-    padding = source.get("router_padding_mask")
-    real = None if padding is None else ~row_mask(padding, mask.shape, "router_padding_mask", "skyrl")
-    add_attended(assembler, ids, mask, real, None)
+    add_padded(assembler, ids, mask, _delivered(source, mask.shape), None)
 
 
 def _add_packed(assembler: Assembler, source: Mapping[str, Any]) -> None:
-    value = source.get(FIELD, source.get("routed_experts"))
-    ids = decoded(value, "skyrl", assembler.model, assembler.report)
-    if ids is None:
-        raise TraceError(f"skyrl: packed routes need {FIELD} [rows, layers, top_k] beside cu_seqlens.")
-    ids = checked_ids(ids, "skyrl", assembler.model)
-    offsets = whole_numbers(source["cu_seqlens"], "skyrl: cu_seqlens")
-    check_offsets(offsets, len(ids), "skyrl: cu_seqlens")
-    tokens = source.get("num_tokens")
-    # Without their number every token has its row, as in the tensors that SkyRL packs.
-    num_tokens = np.diff(offsets) if tokens is None else whole_numbers(tokens, "skyrl: num_tokens")
-    padding = source.get("router_padding_mask")
-    real = None if padding is None else ~row_mask(padding, (len(ids),), "router_padding_mask", "skyrl")
-    add_packed(assembler, ids, offsets, num_tokens, real)
+    # Without num_tokens every token has its row, as in the tensors that SkyRL packs.
+    routes = packed(assembler, source, FIELD if FIELD in source else "routed_experts")
+    add_packed(assembler, routes, _delivered(source, routes[0].shape[:1]))
+
+
+def _delivered(source: Mapping[str, Any], shape: tuple[int, ...]) -> np.ndarray | None:
+    padding = row_mask(source.get("router_padding_mask"), shape, "router_padding_mask", "skyrl")
+    return None if padding is None else ~padding
 
 
 def _trajectory(record: Record) -> RecordedSequence:

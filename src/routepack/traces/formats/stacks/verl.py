@@ -23,9 +23,10 @@ from routepack.traces.formats.model_routing import ModelRouting
 from routepack.traces.formats.payloads import checked_ids
 from routepack.traces.formats.records import Record, RecordedSequence, whole_numbers
 from routepack.traces.formats.tensors import (
-    add_attended,
     add_packed,
+    add_padded,
     attended,
+    check_count,
     is_jagged,
     jagged,
     padded_ids,
@@ -74,9 +75,8 @@ def _add_padded(assembler: Assembler, source: Mapping[str, Any]) -> None:
     if source.get("attention_mask") is None:
         raise TraceError("verl: padded routes need the attention_mask [B, S], which says where the tokens are.")
     mask = attended(source["attention_mask"], ids.shape[0], ids.shape[1], "verl")
-    replayed = source.get("replay_mask")
-    replayed = None if replayed is None else row_mask(replayed, mask.shape, "replay_mask", "verl")
-    add_attended(assembler, ids, mask, replayed, padded_tokens(source.get("input_ids"), mask.shape, "verl"))
+    replayed = row_mask(source.get("replay_mask"), mask.shape, "replay_mask", "verl")
+    add_padded(assembler, ids, mask, replayed, padded_tokens(source.get("input_ids"), mask.shape, "verl"))
 
 
 def _add_jagged(assembler: Assembler, source: Mapping[str, Any]) -> None:
@@ -91,11 +91,10 @@ def _add_jagged(assembler: Assembler, source: Mapping[str, Any]) -> None:
         ]
     elif source.get("num_tokens") is not None:
         num_tokens = whole_numbers(source["num_tokens"], "verl: num_tokens")
-    replayed = source.get("replay_mask")
-    if replayed is not None:
-        flat = jagged(replayed, "verl: replay_mask")[0] if is_jagged(replayed) else replayed
-        replayed = row_mask(flat, (len(ids),), "replay_mask", "verl")
-    add_packed(assembler, ids, offsets, num_tokens, replayed, extra)
+    check_count(num_tokens, len(offsets) - 1, "verl: num_tokens")
+    mask = source.get("replay_mask")
+    mask = jagged(mask, "verl: replay_mask")[0] if is_jagged(mask) else mask
+    add_packed(assembler, (ids, offsets, num_tokens), row_mask(mask, (len(ids),), "replay_mask", "verl"), extra)
 
 
 def _output(record: Record) -> RecordedSequence:
