@@ -78,15 +78,12 @@ class ImportReport:
 
     def lines(self) -> list[tuple[str, str]]:
         """A summary for people: label and text."""
-        masked = sum(self.masked_rows.values())
+        without = f", {self.without_routes:,} without routes" if self.without_routes else ""
         lines = [
-            (
-                "sequences",
-                f"{self.num_sequences:,}" + (f", {self.without_routes:,} without routes" if self.without_routes else ""),
-            ),
+            ("sequences", f"{self.num_sequences:,}{without}"),
             ("tokens", f"{self.num_tokens:,}"),
             ("valid rows", f"{self.num_valid_rows:,} of {self.num_expected_rows:,} (coverage {self.coverage:.1%})"),
-            ("masked rows", f"{masked:,}"),
+            ("masked rows", f"{sum(self.masked_rows.values()):,}"),
         ]
         lines += [(f"  {reason}", f"{rows:,}") for reason, rows in self.masked_rows.items()]
         lines += [("problem", f"{what}: {count:,} times") for what, count in self.problems.items()]

@@ -42,7 +42,7 @@ def decoded(
         return _from_envelope(value, where)
     if isinstance(value, str | bytes | bytearray | memoryview):
         ids = _ids(value, dtype, where)
-        return ids.reshape(_checked_shape(ids, _flat_shape(len(ids), where, model, num_rows), where))
+        return _shaped(ids, _flat_shape(len(ids), where, model, num_rows), where)
     if isinstance(value, list | tuple):
         report.note(LISTS)
     return checked_ids(to_numpy(value, f"{where}: routed_experts"), where, model)
@@ -85,8 +85,7 @@ def _from_mapping(payload: Mapping, where: str) -> np.ndarray:
     if not isinstance(data, str | bytes | bytearray | memoryview):
         raise TraceError(f"{where}: routed_experts has no data, as bytes or base64 text.")
     shape = _shape(payload.get("shape"), where)
-    ids = _ids(data, payload.get("dtype", "uint8"), where)
-    return ids.reshape(_checked_shape(ids, shape, where))
+    return _shaped(_ids(data, payload.get("dtype", "uint8"), where), shape, where)
 
 
 def _from_envelope(text: str, where: str) -> np.ndarray:
@@ -97,8 +96,7 @@ def _from_envelope(text: str, where: str) -> np.ndarray:
     if not all(size.isascii() and size.isdecimal() and len(size) < 16 for size in sizes):
         raise TraceError(f"{where}: an envelope's shape reads <S>x<L>x<K>, not {parts[2][:40]!r}.")
     shape = _shape([int(size) for size in sizes], where)
-    ids = _ids(parts[3], parts[1], where)
-    return ids.reshape(_checked_shape(ids, shape, where))
+    return _shaped(_ids(parts[3], parts[1], where), shape, where)
 
 
 def _ids(data: str | bytes | bytearray | memoryview, dtype_name: Any, where: str) -> np.ndarray:
@@ -170,9 +168,10 @@ def _flat_shape(num_ids: int, where: str, model: ModelRouting, num_rows: int | N
     return num_ids // (layers * top_k), layers, top_k
 
 
-def _checked_shape(ids: np.ndarray, shape: tuple[int, int, int], where: str) -> tuple[int, int, int]:
+def _shaped(ids: np.ndarray, shape: tuple[int, int, int], where: str) -> np.ndarray:
+    """Flat *ids* in that shape. Raises TraceError where it has another number of them."""
     if math.prod(shape) != len(ids):
         raise TraceError(
             f"{where}: routed_experts has {len(ids)} ids; shape {list(shape)} has {math.prod(shape)}. Was it cut off?"
         )
-    return shape
+    return ids.reshape(shape)

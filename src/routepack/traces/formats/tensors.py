@@ -126,7 +126,7 @@ Packed = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Ids [T, L, K] of sequences end to end; offsets int64 [S + 1], their rows; and int64 [S], the tokens of each."""
 
 
-def packed(assembler: Assembler, source: Mapping[str, Any], name: str) -> Packed:
+def packed_routes(assembler: Assembler, source: Mapping[str, Any], name: str) -> Packed:
     """The array *name* beside ``cu_seqlens`` and, unless every token has its row, ``num_tokens``."""
     stack = assembler.convention.stack
     ids_TLK = decoded(source.get(name), stack, assembler.model, assembler.report)

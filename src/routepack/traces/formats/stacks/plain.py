@@ -20,7 +20,7 @@ from routepack.traces.formats.exporting import rows_of, sequence_records
 from routepack.traces.formats.import_options import STRICT, Imported, ImportOptions
 from routepack.traces.formats.model_routing import ModelRouting
 from routepack.traces.formats.records import Record, RecordedSequence, Segment, flat_array, whole_numbers
-from routepack.traces.formats.tensors import add_packed, check_count, lengths_of, packed, padded_ids, row_mask
+from routepack.traces.formats.tensors import add_packed, check_count, lengths_of, packed_routes, padded_ids, row_mask
 
 CONVENTION = Convention(stack="arrays", switch="record routed_experts", missing=frozenset({Reason.MINUS}))
 
@@ -42,7 +42,7 @@ def load(source: Mapping[str, Any] | Iterable[Any], model: ModelRouting, *, opti
 
 
 def _add_packed(assembler: Assembler, source: Mapping[str, Any]) -> None:
-    routes = packed(assembler, source, "routed_experts")
+    routes = packed_routes(assembler, source, "routed_experts")
     valid_T = row_mask(source.get("valid"), routes[0].shape[:1], "valid", "arrays")
     add_packed(assembler, routes, valid_T, _per_sequence(source, routes[2]))
 

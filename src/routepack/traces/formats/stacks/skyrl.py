@@ -14,11 +14,11 @@ import numpy as np
 from routepack.core.rollouts import RolloutBatch
 from routepack.traces.formats.assembler import Assembler
 from routepack.traces.formats.convention import Convention
-from routepack.traces.formats.exporting import rows_of
+from routepack.traces.formats.exporting import padded_left, token_rows
 from routepack.traces.formats.import_options import STRICT, Imported, ImportOptions
 from routepack.traces.formats.model_routing import ModelRouting
 from routepack.traces.formats.records import Record, RecordedSequence
-from routepack.traces.formats.tensors import add_packed, add_padded, attended, packed, padded_ids, row_mask
+from routepack.traces.formats.tensors import add_packed, add_padded, attended, packed_routes, padded_ids, row_mask
 
 FIELD = "rollout_expert_indices"
 CONVENTION = Convention(
@@ -54,7 +54,7 @@ def _add_padded(assembler: Assembler, source: Mapping[str, Any]) -> None:
 
 def _add_packed(assembler: Assembler, source: Mapping[str, Any]) -> None:
     # Without num_tokens every token has its row, as in the tensors that SkyRL packs.
-    routes = packed(assembler, source, FIELD if FIELD in source else "routed_experts")
+    routes = packed_routes(assembler, source, FIELD if FIELD in source else "routed_experts")
     add_packed(assembler, routes, _delivered(source, routes[0].shape[:1]))
 
 
@@ -76,19 +76,15 @@ def export(batch: RolloutBatch, *, packed: bool = False) -> dict[str, Any]:
     0 .. top_k - 1 and the mask stand where nothing was recorded.
     """
     dtype = np.uint8 if batch.num_experts <= 256 else np.int16 if batch.num_experts <= 32_768 else np.int32
-    n_S = batch.num_tokens_S.tolist()
-    filled = np.broadcast_to(np.arange(batch.top_k, dtype=dtype), (batch.num_layers, batch.top_k))
-    rows = [rows_of(batch, s, dtype, missing="arange", num_rows=n) for s, n in enumerate(n_S)]
-    rows = [np.broadcast_to(filled, (n, *filled.shape)) if ids is None else ids for ids, n in zip(rows, n_S, strict=True)]
-    lost = [_lost(batch, s, n) for s, n in enumerate(n_S)]
+    rows = token_rows(batch, dtype, "arange")
+    lost = [_lost(batch, s, len(ids)) for s, ids in enumerate(rows)]
     if packed:
         return {FIELD: np.concatenate(rows), "cu_seqlens": batch.cu_tokens, "router_padding_mask": np.concatenate(lost)}
-    width = max(n_S)
-    padded = np.broadcast_to(filled, (len(n_S), width, *filled.shape)).copy()
-    mask, padding = np.zeros((len(n_S), width), bool), np.ones((len(n_S), width), bool)
-    for s, n in enumerate(n_S):
-        padded[s, width - n :], mask[s, width - n :], padding[s, width - n :] = rows[s], True, lost[s]
-    return {FIELD: padded, "attention_mask": mask, "router_padding_mask": padding}
+    return {
+        FIELD: padded_left(rows, np.arange(batch.top_k)),
+        "attention_mask": padded_left([np.ones(len(ids), bool) for ids in rows], 0),
+        "router_padding_mask": padded_left(lost, 1),
+    }
 
 
 def _lost(batch: RolloutBatch, s: int, num_tokens: int) -> np.ndarray:

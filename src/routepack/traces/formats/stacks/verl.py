@@ -17,7 +17,7 @@ from routepack.core.errors import TraceError
 from routepack.core.rollouts import RolloutBatch
 from routepack.traces.formats.assembler import Assembler
 from routepack.traces.formats.convention import Convention, Reason
-from routepack.traces.formats.exporting import rows_of
+from routepack.traces.formats.exporting import padded_left, token_rows
 from routepack.traces.formats.import_options import STRICT, Imported, ImportOptions
 from routepack.traces.formats.model_routing import ModelRouting
 from routepack.traces.formats.payloads import checked_ids
@@ -107,17 +107,11 @@ def _output(record: Record) -> RecordedSequence:
 def export(batch: RolloutBatch, *, dense: bool = False) -> dict[str, Any]:
     """A batch's tensors as numpy arrays: jagged ``values`` and ``offsets``, or padded; zeros where nothing was recorded."""
     dtype = np.int16 if batch.num_experts <= 32_768 else np.int32
-    shape = (batch.num_layers, batch.top_k)
-    rows = [rows_of(batch, s, dtype, missing=0, num_rows=int(n)) for s, n in enumerate(batch.num_tokens_S)]
-    whole = [np.zeros((int(n), *shape), dtype) if ids is None else ids for ids, n in zip(rows, batch.num_tokens_S, strict=True)]
-    if not dense:
-        jagged_routes = {"routed_experts": {"values": np.concatenate(whole), "offsets": batch.cu_tokens}}
-        if "token_ids" not in batch.token_fields:
-            return jagged_routes
-        return jagged_routes | {"input_ids": {"values": batch.token_fields["token_ids"], "offsets": batch.cu_tokens}}
-    width = int(batch.num_tokens_S.max())
-    padded = np.zeros((batch.num_sequences, width, *shape), dtype)
-    mask = np.arange(width) >= width - batch.num_tokens_S[:, None]
-    for s, ids in enumerate(whole):
-        padded[s, width - len(ids) :] = ids
-    return {"routed_experts": padded, "attention_mask": mask}
+    rows = token_rows(batch, dtype, 0)
+    if dense:
+        mask = padded_left([np.ones(len(ids), bool) for ids in rows], 0)
+        return {"routed_experts": padded_left(rows, 0), "attention_mask": mask}
+    fields = {"routed_experts": np.concatenate(rows)}
+    if "token_ids" in batch.token_fields:
+        fields["input_ids"] = batch.token_fields["token_ids"]
+    return {name: {"values": values, "offsets": batch.cu_tokens} for name, values in fields.items()}
