@@ -43,6 +43,8 @@ def rewritten(path, change):
 def test_a_plan_comes_back_as_it_was(path, plan):
     again = load_plan(path)
     assert again.header() == plan.header()
+    assert (again.packer, again.rerouter) == (plan.packer, plan.rerouter)
+    assert again.packer.name.endswith("FirstFitPacker")
     assert again.content_digest() == plan.digest == again.digest
     np.testing.assert_array_equal(again.placement.physical_to_logical_LP, plan.placement.physical_to_logical_LP)
     for name in ("cell_of_S", "order_S"):
@@ -82,6 +84,8 @@ def test_saving_another_noun_is_refused_and_writes_nothing(tmp_path):
         (lambda header: header["topology"].pop("expert_parallel_degree"), "topology lacks expert_parallel_degree"),
         (lambda header: header.update(more=1), "its header has more, which no plan has"),
         (lambda header: header["certificate"].update(more=1), "certificate has more, which no plan has"),
+        (lambda header: header["packer"].update(more=1), "packer has more, which no plan has"),
+        (lambda header: header["rerouter"].pop("name"), "rerouter lacks name"),
         (lambda header: header.update(rules=[]), "rules is a list, no JSON object"),
         (lambda header: header.update(digest=""), "has lost the digest"),
         (lambda header: header.update(value="much"), r"plan\.value='much' must be a finite number"),
@@ -96,8 +100,10 @@ def test_a_header_that_is_not_whole_is_a_named_error(path, change, message):
 
 def test_entries_with_a_default_may_be_missing(path, plan):
     """As in files that were written before there was such a field."""
-    rewritten(path, lambda header: [header.pop(name) for name in ("rules", "kernel_seconds", "versions")])
-    assert load_plan(path).rules == plan.rules
+    rewritten(path, lambda header: [header.pop(name) for name in ("rules", "kernel_seconds", "versions", "packer", "rerouter")])
+    again = load_plan(path)
+    assert again.rules == plan.rules
+    assert again.packer is again.rerouter is None
 
 
 @pytest.mark.parametrize("name", ["physical_to_logical", "cell_of_sequence", "order", "length"])

@@ -31,7 +31,7 @@ class Segment:
     """Recorded rows of consecutive tokens of one sequence."""
 
     ids_TLK: np.ndarray
-    """Any integer dtype [rows, layers, K]."""
+    """Whole numbers of any width [rows, layers, K]: expert ids as they were delivered, unchecked."""
     start: int = 0
     """The absolute position of the first row's token."""
     valid_T: np.ndarray | None = None
