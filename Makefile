@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "pip>=25.1"
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[certify,report,transformers]' --group dev
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[torchtitan,lightning,report,transformers]' --group dev
 	touch $@
 
 demo: install  ## train a tiny MoE with GRPO on 4 ranks, then plan from its trace

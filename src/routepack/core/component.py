@@ -115,7 +115,7 @@ def as_config(component: Any) -> Any:
         return {str(name): as_config(value) for name, value in component.items()}
     if isinstance(component, Sequence) and not isinstance(component, str):
         return [as_config(value) for value in component]
-    return component if component is None or isinstance(component, bool | int | float | str) else repr(component)
+    return component if component is None or isinstance(component, bool | int | float | str) else import_path(type(component))
 
 
 def check_is_dataclass(cls: type) -> None:
@@ -180,7 +180,11 @@ def checked_value(name: str, value: Any, hint: Any, *, error: type[RoutePackErro
             raise error(f"{name}={value!r} must hold {len(each)} values.")
         return tuple(checked_value(name, one, kind, error=error) for one, kind in zip(value, each, strict=True))
     kind = origin or hint
-    if inspect.isclass(kind) and kind is not object:
+    if kind is Mapping and isinstance(value, Mapping):
+        for key, one in value.items():
+            checked_value(f"{name}[{key!r}]", one, typing.get_args(hint)[1], error=error)
+        return value
+    if inspect.isclass(kind) and kind is not Any:
         instance(name, value, kind, error=error)
     return value
 

@@ -6,14 +6,13 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from types import NoneType
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
 from routepack.core.arrays import as_plain, checked_array, digest_of
-from routepack.core.checks import instance, real, whole
-from routepack.core.component import Component, Count, CountOrZero
+from routepack.core.checks import instance, real
+from routepack.core.component import Component, Count, CountOrZero, Limits, NotNegative
 from routepack.core.errors import ConfigError, PlanError, RoutePackError
 
 Sync = Literal["step", "microbatch", "layer"]
@@ -135,29 +134,32 @@ class ExpertPlacement:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Packing:
+class Packing(Component):
     """Which cell (microbatch, DP rank) each sequence goes to, and where inside it.
 
     Cell c is microbatch ``c // W`` of DP rank ``c % W``. Every cell holds at least one sequence, so
     every rank runs every collective.
     """
 
+    section: ClassVar[str] = "packing"
+    error: ClassVar[type[RoutePackError]] = PlanError
+
     cell_of_S: np.ndarray
     """int32 [S]."""
     order_S: np.ndarray = None  # pyrefly: ignore[bad-assignment]
     """int32 [S]: position of the sequence inside its cell, 0, 1, ... None, when constructing: by sequence number."""
-    num_microbatches: int
-    data_parallel_degree: int
+    num_microbatches: Count
+    data_parallel_degree: Count
 
     def __post_init__(self) -> None:
-        for name in ("num_microbatches", "data_parallel_degree"):
-            object.__setattr__(
-                self, name, whole(f"packing.{name}", getattr(self, name), least=1, most=2**31 - 1, error=PlanError)
-            )
         cells = checked_array(self, "cell_of_S", np.int32, ndim=1)
         if self.order_S is None:
             object.__setattr__(self, "order_S", _positions_in_cells(cells))
-        order = checked_array(self, "order_S", np.int32, ndim=1)
+        checked_array(self, "order_S", np.int32, ndim=1)
+
+    def check_options(self) -> None:
+        """Raise PlanError unless every cell holds a sequence and numbers its own 0, 1, 2, ..."""
+        cells, order = self.cell_of_S, self.order_S
         if len(cells) and not (cells.min() >= 0 and cells.max() < self.num_cells):
             raise PlanError(
                 f"cells run from {cells.min()} to {cells.max()}; {self.num_microbatches} microbatches on "
@@ -312,26 +314,29 @@ class PlannedBy(Component):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class Plan(Component):
     """A placement and a packing of one optimizer-step window, with what they cost and how good that can get."""
+
+    section: ClassVar[str] = "plan"
+    error: ClassVar[type[RoutePackError]] = PlanError
 
     topology: Topology
     placement: ExpertPlacement
     packing: Packing
     length_S: np.ndarray
     """int64 [S]: the lengths that were packed."""
-    max_tokens: int
+    max_tokens: Annotated[int, Limits(least=1)]
     """The token cap of a cell."""
     sync: Sync
     """What joins the ranks in the value: ``step``, ``microbatch`` or ``layer``."""
-    value: float
+    value: NotNegative
     """Predicted step, in the cost model's unit."""
-    bound: float
+    bound: NotNegative
     """No plan of this window can be predicted below this."""
-    baseline_value: float
+    baseline_value: NotNegative
     """The same prediction for identity placement and first-fit packing."""
     certificate: Certificate
-    baseline_microbatches: int = 0
+    baseline_microbatches: Annotated[int, Limits(least=0)] = 0
     """Microbatches that the baseline needs."""
     packer: PlannedBy | None = None
     """What made the packing: the planner's packer, or a baseline's where that was better. None: the file does not say."""
@@ -345,11 +350,11 @@ class Plan:
     """The rates that priced the plan: ``expert``, ``linear``, ``quadratic``; and the model's name and options."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Terms and imbalance figures, ``planned.*``, ``baseline.*`` and ``bound.*``; see :mod:`routepack.report.plan_metrics`."""
-    seed: int = 0
+    seed: Annotated[int, Limits(least=0)] = 0
     budget: Mapping[str, Any] = field(default_factory=dict)
     """How long the search ran: ``num_proposals`` (deterministic) or ``time_limit_seconds`` (not)."""
-    plan_seconds: float = 0.0
-    kernel_seconds: float = 0.0
+    plan_seconds: NotNegative = 0.0
+    kernel_seconds: NotNegative = 0.0
     """Of these, what compiling or loading kernels took before the clock of a time limit started; 0 without one."""
     demand_digest: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -358,32 +363,16 @@ class Plan:
 
     def __post_init__(self) -> None:
         checked_array(self, "length_S", np.int64, ndim=1)
-        if self.sync not in SYNCS:
-            raise ConfigError(f"sync={self.sync!r} is unknown: choose {', '.join(SYNCS)}.")
+
+    def check_options(self) -> None:
+        """Raise PlanError where the plan contradicts itself; take its digest where it has none."""
         if len(self.length_S) != self.packing.num_sequences:
             raise PlanError(f"length_S has {len(self.length_S)} entries for {self.packing.num_sequences} packed sequences.")
-        self._check_figures()
-        if not self.digest:
-            object.__setattr__(self, "digest", self.content_digest())
-
-    def _check_figures(self) -> None:
-        for name, least in (("max_tokens", 1), ("baseline_microbatches", 0), ("seed", 0)):
-            object.__setattr__(self, name, whole(f"plan.{name}", getattr(self, name), least=least, error=PlanError))
-        for name in ("value", "bound", "baseline_value", "plan_seconds", "kernel_seconds"):
-            object.__setattr__(self, name, real(f"plan.{name}", getattr(self, name), least=0.0, error=PlanError))
         if self.value > 0 and not self.bound > 0:
             raise PlanError(f"plan.bound={self.bound!r} must be above 0, as plan.value={self.value!r} is.")
-        for name in ("unit", "demand_digest", "digest"):
-            instance(f"plan.{name}", getattr(self, name), str, error=PlanError)
-        for name in ("cost", "parts", "budget", "versions"):
-            instance(f"plan.{name}", getattr(self, name), Mapping, error=PlanError)
-        for name, value in self.parts.items():
-            real(f"plan.parts[{name!r}]", value, error=PlanError)
-        for name in ("packer", "rerouter"):
-            instance(f"plan.{name}", getattr(self, name), (PlannedBy, NoneType), error=PlanError)
-        for name, value in self.versions.items():
-            instance(f"plan.versions[{name!r}]", value, str, error=PlanError)
         self._check_cost()
+        if not self.digest:
+            object.__setattr__(self, "digest", self.content_digest())
 
     def _check_cost(self) -> None:
         """The rates that are there: numbers, and lists with one for every attention stage."""
