@@ -1,4 +1,6 @@
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -462,6 +464,19 @@ def test_report_writes_one_page_with_or_without_the_trace(routepack, trace, tmp_
         assert ("No trace was given" in text) == (not given)
 
 
+def test_report_names_the_extra_that_it_lacks(routepack, trace, tmp_path, monkeypatch):
+    out, _ = planned(routepack, trace)
+    monkeypatch.delitem(sys.modules, "routepack.report.plan_page", raising=False)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    code, _, err = routepack("report", out, "--out", tmp_path / "page.html")
+    assert (code, err) == (1, "routepack: this needs jinja2: pip install 'routepack[report]'.\n")
+
+
+def test_a_module_that_no_extra_installs_is_not_hidden():
+    with pytest.raises(ModuleNotFoundError, match="nowhere"):
+        main(lambda: importlib.import_module("nowhere"))
+
+
 def test_report_refuses_another_trace(routepack, trace, tmp_path):
     out, _ = planned(routepack, trace)
     other = write_trace(tmp_path / "other.safetensors", lengths=np.arange(5, 29))
@@ -473,3 +488,17 @@ def test_a_config_of_train_is_no_config_of_plan(routepack):
     code, _, err = routepack("plan", str(Path(PLAN).with_name("tiny_rl.yaml")))
     assert code == 1
     assert "this is a config of 'routepack train'" in err
+
+
+def test_a_plan_says_who_packed_and_placed_it_on_screen_as_json_and_on_its_page(routepack, trace, tmp_path):
+    out, said = planned(routepack, trace)
+    assert "Packed by AttentionAwarePacker; placed by ExpertRerouter." in said
+    code, text, _ = routepack(
+        "plan", PLAN, f"trace={trace}", f"out={out}", *SMALL, "rerouter._target_=routepack.IdentityRerouter", "--json"
+    )
+    assert code == 0
+    figures = json.loads(text)
+    assert (figures["packer"].split()[0], figures["rerouter"]) == ("AttentionAwarePacker", "IdentityRerouter")
+    page = tmp_path / "page.html"
+    assert routepack("report", out, "--out", page)[0] == 0
+    assert f"Packed by {figures['packer']}; placed by IdentityRerouter." in page.read_text()

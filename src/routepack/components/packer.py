@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from abc import abstractmethod
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, final
 
 import numpy as np
 
 from routepack.components import modalities
-from routepack.core.component import Component, Count, CountOrZero, Limits
+from routepack.core.component import Limits
 from routepack.core.errors import ConfigError, InfeasibleError, PlanError
 from routepack.core.plans import Certificate, Packing, PackingRules, Sync, Topology
 from routepack.cost.models import CostRates
@@ -63,10 +63,9 @@ class PackingProblem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packer(Component):
+class Packer(PackingRules):
     """Packs sequences into cells. Subclasses implement :meth:`assign` and cannot return an illegal packing."""
 
-    section: ClassVar[str] = "packer"
     improves: ClassVar[bool] = False
     """Whether :meth:`assign` starts from ``start_cell_of_S``, so that packing again after a refined placement pays."""
     thread_safe: ClassVar[bool] = False
@@ -75,37 +74,23 @@ class Packer(Component):
 
     max_tokens: Annotated[int, Limits(least=1)]
     """Tokens that one cell may hold."""
-    min_microbatches: Count = 1
-    """Microbatches that there must be at least, as a pipeline needs to fill its stages."""
-    microbatch_multiple: Count = 1
-    """Their number must be a multiple of this, as interleaved pipeline schedules need."""
-    equal_sequences: bool = False
-    """Every DP rank gets S / W sequences over the window, as stacks need that split a batch evenly. Cells may differ."""
-    sequence_skew: CountOrZero = 0
-    """By how much ranks may differ under ``equal_sequences``: 1 serves windows that W does not divide."""
     certify_steps: Annotated[int, Limits(least=0)] = 100_000_000
     """How far bin completion searches where bound and packing differ: looks at a length, about 1 ns each; 0: not at all."""
     certify_seconds: Annotated[float, Limits(least=0.0, most=86_400.0)] = 0.0
     """How far CP-SAT (extra ``certify``) searches where that ends undecided: seconds of its deterministic clock."""
 
     def check_options(self) -> None:
-        """Raise ConfigError where the rules contradict one another."""
+        """Raise ConfigError where CP-SAT is asked for and not installed."""
         if self.certify_seconds and importlib.util.find_spec("ortools") is None:
             raise ConfigError(
                 f"packer.certify_seconds={self.certify_seconds} asks CP-SAT, and ortools is not installed: "
                 "pip install 'routepack[certify]', or set certify_seconds=0."
             )
-        _ = self.rules
 
     @property
     def rules(self) -> PackingRules:
         """What is asked of the microbatches beyond the cap."""
-        return PackingRules(
-            min_microbatches=self.min_microbatches,
-            microbatch_multiple=self.microbatch_multiple,
-            equal_sequences=self.equal_sequences,
-            sequence_skew=self.sequence_skew,
-        )
+        return PackingRules(**{rule.name: getattr(self, rule.name) for rule in fields(PackingRules)})
 
     @abstractmethod
     def assign(self, problem: PackingProblem) -> np.ndarray:

@@ -231,13 +231,13 @@ class PackingRules(Component):
     section: ClassVar[str] = "packer"
 
     min_microbatches: Count = 1
-    """Microbatches that there must be at least."""
+    """Microbatches that there must be at least, as a pipeline needs to fill its stages."""
     microbatch_multiple: Count = 1
-    """Their number must be a multiple of this."""
+    """Their number must be a multiple of this, as interleaved pipeline schedules need."""
     equal_sequences: bool = False
-    """Whether every DP rank gets equally many sequences over the window."""
+    """Every DP rank gets S / W sequences over the window, as stacks need that split a batch evenly. Cells may differ."""
     sequence_skew: CountOrZero = 0
-    """By how much the fullest and the emptiest rank may differ in sequences under ``equal_sequences``."""
+    """By how many sequences ranks may differ under ``equal_sequences``: 1 serves windows that W does not divide."""
 
     def check_options(self) -> None:
         """Raise ConfigError where a skew is given that nothing asks about."""
