@@ -48,7 +48,7 @@ def test_no_files_import_one_another_in_a_circle(graph):
     [
         ("routepack.planning.search", "routepack.planning.planner"),
         ("routepack.cost.known_models", "routepack.cost.models"),
-        ("routepack.traces.formats.recorded_sequence", "routepack.traces.formats.fields"),
+        ("routepack.traces.formats.records", "routepack.traces.formats.assembler"),
         ("routepack.core.config", "routepack.cli.main"),
     ],
 )

@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pytest
-from routepack.planning.plan_files import load_plan, save_plan
 
 import routepack as rp
 from routepack.components.expert_rerouter import SwapSearch
@@ -15,6 +14,7 @@ from routepack.components.placement_search import PackedUnits, PlacementSearch
 from routepack.core.component import Limits
 from routepack.core.config import build, load
 from routepack.planning.from_config import build_planner
+from routepack.planning.plan_files import load_plan, save_plan
 
 FIRST_FIT = "routepack.FirstFitPacker"
 TOPOLOGY = rp.Topology(data_parallel_degree=2, expert_parallel_degree=2)

@@ -122,6 +122,12 @@ from .planning.background import (
 from .planning.background import (
     PlanTiming as PlanTiming,
 )
+from .planning.plan_files import (
+    load_plan as load_plan,
+)
+from .planning.plan_files import (
+    save_plan as save_plan,
+)
 from .planning.planner import Planner as Planner
 from .planning.verification import verify as verify
 from .report.plan_metrics import plan_metrics as plan_metrics
@@ -133,9 +139,6 @@ from .traces.trace_files import (
     load_demand as load_demand,
 )
 from .traces.trace_files import (
-    load_plan as load_plan,
-)
-from .traces.trace_files import (
     load_trace as load_trace,
 )
 from .traces.trace_files import (
@@ -143,9 +146,6 @@ from .traces.trace_files import (
 )
 from .traces.trace_files import (
     save_demand as save_demand,
-)
-from .traces.trace_files import (
-    save_plan as save_plan,
 )
 from .traces.trace_files import (
     save_trace as save_trace,

@@ -10,7 +10,8 @@ from safetensors.numpy import load_file, save_file
 
 from routepack.cli.main import app, main
 from routepack.core.rollouts import RolloutBatch
-from routepack.traces.trace_files import load_plan, load_window, save_demand, save_trace
+from routepack.planning.plan_files import load_plan
+from routepack.traces.trace_files import load_window, save_demand, save_trace
 
 PLAN = str(Path(__file__).parents[2] / "configs/plan.yaml")
 FIRST_FIT = str(Path(__file__).parents[2] / "configs/first_fit.yaml")

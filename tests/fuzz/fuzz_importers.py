@@ -27,7 +27,7 @@ from pathlib import Path
 import atheris
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "traces" / "formats"))
 BLIND = "--blind" in sys.argv
 with (
     contextlib.nullcontext()

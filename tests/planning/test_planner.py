@@ -28,7 +28,7 @@ def planner(**options):
 
 
 def test_a_plan_keeps_its_rules_on_disk(tmp_path):
-    from routepack.traces.trace_files import load_plan, save_plan
+    from routepack.planning.plan_files import load_plan, save_plan
 
     plan = planner(packer=AttentionAwarePacker(max_tokens=512, equal_sequences=True, microbatch_multiple=2)).plan(DEMAND)
     save_plan(plan, tmp_path / "plan.safetensors")

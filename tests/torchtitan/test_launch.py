@@ -16,9 +16,10 @@ from omegaconf import OmegaConf
 from routepack.cli.main import app, main
 from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.errors import ConfigError
+from routepack.planning.plan_files import load_plan
 from routepack.planning.verification import verify
 from routepack.torchtitan.launch import launch
-from routepack.traces.trace_files import load_plan, load_trace
+from routepack.traces.trace_files import load_trace
 
 ROOT = Path(__file__).parents[2]
 TINY_RL = str(ROOT / "configs/tiny_rl.yaml")

@@ -10,11 +10,9 @@ from routepack.core.rollouts import RolloutBatch, RoutingDemand
 from routepack.traces.trace_files import (
     concatenate,
     load_demand,
-    load_plan,
     load_trace,
     load_window,
     save_demand,
-    save_plan,
     save_trace,
 )
 
@@ -101,7 +99,7 @@ def test_a_truncated_file_is_named_as_such(tmp_path, keep):
         load_trace(path)
 
 
-@pytest.mark.parametrize("load", [load_trace, load_demand, load_plan, load_window])
+@pytest.mark.parametrize("load", [load_trace, load_demand, load_window])
 def test_a_missing_file_is_named(tmp_path, load):
     with pytest.raises(TraceError, match=r"none\.safetensors cannot be read"):
         load(tmp_path / "none.safetensors")
@@ -109,8 +107,8 @@ def test_a_missing_file_is_named(tmp_path, load):
 
 def test_a_file_of_another_format_is_named(tmp_path):
     save_trace(full_batch(), tmp_path / "t.safetensors")
-    with pytest.raises(TraceError, match=r"format 'routepack.trace/1'; 'routepack.plan/1' is needed"):
-        load_plan(tmp_path / "t.safetensors")
+    with pytest.raises(TraceError, match=r"format 'routepack.trace/1'; 'routepack.demand/1' is needed"):
+        load_demand(tmp_path / "t.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -137,16 +135,9 @@ def test_hostile_metadata_is_a_trace_error(tmp_path, change, message):
         load_trace(path)
 
 
-def test_a_plan_nested_without_end_is_a_trace_error(tmp_path):
-    metadata = {"format": "routepack.plan/1", "plan": "[" * 200_000 + "]" * 200_000}
-    save_file({"length": np.ones(1)}, tmp_path / "p.safetensors", metadata=metadata)
-    with pytest.raises(TraceError, match=r"is not a whole routepack\.plan/1 file: its header is nested too deeply"):
-        load_plan(tmp_path / "p.safetensors")
-
-
-@pytest.mark.parametrize("save", [save_trace, save_demand, save_plan])
+@pytest.mark.parametrize("save", [save_trace, save_demand])
 def test_saving_another_noun_is_refused_and_writes_nothing(tmp_path, save):
-    with pytest.raises(ConfigError, match=r"'abc' is a str; give a R|plan='abc' is a str; give a Plan"):
+    with pytest.raises(ConfigError, match=r"'abc' is a str; give a R"):
         save("abc", tmp_path / "t.safetensors")
     assert list(tmp_path.iterdir()) == []
 
@@ -180,7 +171,7 @@ def test_an_older_file_survives_a_failed_write(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise SafetensorError("disk full")
 
-    monkeypatch.setattr("routepack.traces.trace_files.save_file", fail)
+    monkeypatch.setattr("routepack.core.tensor_files.save_file", fail)
     with pytest.raises(ConfigError, match=r"cannot write .* disk full"):
         save_trace(batch_of((4, 4)), path)
     assert path.read_bytes() == before

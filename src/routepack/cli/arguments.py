@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from routepack.core.arrays import as_plain
 from routepack.core.errors import ConfigError
-from routepack.core.files import without_nan
 from routepack.core.plans import SYNCS, Sync
 
 Layers = Annotated[
@@ -30,4 +30,4 @@ def checked_sync(sync: str) -> Sync:
 
 def print_json(out: Path, figures: dict[str, Any]) -> None:
     """Print *figures*, and which file the command wrote, as one JSON object."""
-    typer.echo(json.dumps(without_nan({"out": str(out), **figures})))
+    typer.echo(json.dumps(as_plain({"out": str(out), **figures}, finite=True)))

@@ -12,13 +12,13 @@ from rich.progress import track
 from routepack.cli.arguments import TraceFile, checked_sync
 from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.errors import ConfigError, TraceError
-from routepack.core.files import check_out, write_json
+from routepack.core.files import check_out, naming, write_json
 from routepack.core.rollouts import RolloutBatch
 from routepack.cost.models import CostModel, WindowNormalizedCost
 from routepack.report.console_tables import gains_text, inspection_text
 from routepack.report.topology_gains import Outlook, natural_cap
 from routepack.report.trace_statistics import inspect_routing
-from routepack.traces.trace_files import load_window, naming
+from routepack.traces.trace_files import load_window
 
 
 def inspect(

@@ -10,12 +10,13 @@ from rich.console import Console
 from routepack.cli.arguments import AsJson, Layers, print_json
 from routepack.core.config import check_keys, load, split_layers
 from routepack.core.errors import ConfigError, TraceError
-from routepack.core.files import check_out
+from routepack.core.files import check_out, naming
 from routepack.planning.from_config import PLANNER_KEYS, TRAINING_ONLY, build_planner
+from routepack.planning.plan_files import save_plan
 from routepack.planning.planner import Planner
 from routepack.report.console_tables import plan_table
 from routepack.report.plan_metrics import plan_metrics
-from routepack.traces.trace_files import load_window, naming, save_plan
+from routepack.traces.trace_files import load_window
 
 FILES = {"trace": "rollouts.safetensors", "out": "plan.safetensors"}
 """The options that name a file, and an example of each for error messages."""

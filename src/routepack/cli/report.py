@@ -7,7 +7,8 @@ import typer
 
 from routepack.cli.arguments import PlanFile
 from routepack.core.files import check_out
-from routepack.traces.trace_files import load_plan, load_window
+from routepack.planning.plan_files import load_plan
+from routepack.traces.trace_files import load_window
 
 
 def report(

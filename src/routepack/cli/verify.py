@@ -6,8 +6,9 @@ from routepack.cli.arguments import PlanFile, TraceFile
 from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.errors import PlanError
 from routepack.core.rollouts import RoutingDemand
+from routepack.planning.plan_files import load_plan
 from routepack.planning.verification import verify as problems_of
-from routepack.traces.trace_files import load_plan, load_window
+from routepack.traces.trace_files import load_window
 
 
 def verify(plan: PlanFile, trace: TraceFile) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,10 +54,15 @@ def joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
     return np.concatenate(there) if len(there) == len(parts) else None
 
 
-def as_plain(value: Any) -> Any:
-    """*value* with arrays as lists, numpy numbers as Python's, and mappings as dicts: what JSON holds."""
+def as_plain(value: Any, *, finite: bool = False) -> Any:
+    """*value* with arrays and tuples as lists, numpy numbers as Python's, and mappings as dicts.
+
+    With *finite*, floats that are not become None: JSON has no number for them.
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): as_plain(item) for key, item in value.items()}
+        return {str(key): as_plain(item, finite=finite) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [as_plain(item) for item in value]
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+        return [as_plain(item, finite=finite) for item in value]
+    return None if finite and isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written under a temporary name, then renamed."""
+"""Files that are whole or absent, written under a temporary name and then renamed; and errors that name the file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from routepack.core.errors import ConfigError
+from routepack.core.arrays import as_plain
+from routepack.core.errors import ConfigError, RoutePackError
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 def write_json(path: str | Path, value: Any, *, indent: int | None = None) -> None:
     """Write *value* as JSON, whole or not at all. What is not finite, which JSON has no number for, becomes null."""
-    text = json.dumps(without_nan(value), indent=indent, allow_nan=False)
+    text = json.dumps(as_plain(value, finite=True), indent=indent, allow_nan=False)
     with atomic_path(path) as temporary:
         temporary.write_text(text)
 
@@ -55,13 +56,13 @@ def read_history(path: Path) -> list[dict[str, float]]:
     return [{name: math.nan if value is None else value for name, value in one.items()} for one in history]
 
 
-def without_nan(value: Any) -> Any:
-    """*value* with None for every number that is not finite, which JSON cannot say."""
-    if isinstance(value, dict):
-        return {key: without_nan(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+@contextmanager
+def naming(path: str | Path, kind: type[RoutePackError] = RoutePackError) -> Iterator[None]:
+    """Put the file's name before errors of *kind* about what it holds: of many files it tells which to mend."""
+    try:
+        yield
+    except kind as error:
+        raise type(error)(f"{path}: {error}") from error
 
 
 def is_folder(path: str | Path) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def num_cores() -> int:
@@ -13,27 +15,14 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def on_all_cores(work: Callable[[int], object], num_pieces: int) -> None:
-    """Do *work* for each piece 0 .. *num_pieces* - 1, in any order, and return when all are done; errors are raised.
+def on_all_cores(work: Callable[[int], T], num_pieces: int, num_threads: int | None = None) -> list[T]:
+    """What *work* gives for each piece 0 .. *num_pieces* - 1, in that order; an error of any piece is raised.
 
-    The calling thread takes pieces too, so that a busy machine, which starts the others late, holds nothing up.
+    Args:
+        num_threads: how many do the work, in any order. None: as many as there are cores.
     """
-    pieces, lock = iter(range(num_pieces)), threading.Lock()
-
-    def some() -> None:
-        while True:
-            with lock:
-                piece = next(pieces, None)
-            if piece is None:
-                return
-            work(piece)
-
-    helpers = min(num_cores(), num_pieces) - 1
-    if helpers <= 0:
-        some()
-        return
-    with ThreadPoolExecutor(helpers) as pool:
-        others = [pool.submit(some) for _ in range(helpers)]
-        some()
-        for other in others:
-            other.result()
+    threads = min(num_threads or num_cores(), num_pieces)
+    if threads <= 1:
+        return [work(piece) for piece in range(num_pieces)]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, range(num_pieces)))

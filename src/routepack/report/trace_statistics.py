@@ -15,7 +15,6 @@ from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.arrays import as_plain
 from routepack.core.checks import instance, real
 from routepack.core.errors import ConfigError
-from routepack.core.files import without_nan
 from routepack.core.rollouts import RolloutBatch, RoutingDemand, fed_tokens
 
 MOST_GROUPS = 64
@@ -138,7 +137,7 @@ class RoutingInspection:
         figures["coverage"]["share"] = self.coverage.share
         if self.groups is not None:
             figures["groups"] |= {"between": self.groups.between, "within": self.groups.within}
-        return without_nan(as_plain(figures))
+        return as_plain(figures, finite=True)
 
 
 def inspect_routing(

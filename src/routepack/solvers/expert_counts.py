@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numba import njit
 
-from routepack.core.threads import num_cores
+from routepack.core.threads import num_cores, on_all_cores
 
 NO_MASK = np.empty(0, dtype=np.bool_)
 MIN_ROWS = 1024
@@ -80,12 +79,7 @@ def find_repeated(
 
 def _first(search: Callable[[int], int], blocks: int, threads: int) -> int:
     """The least index that a block's search gives, on so many threads; -1 where all give -1."""
-    if threads == 1 or blocks <= 1:
-        found = [search(block) for block in range(blocks)]
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            found = list(pool.map(search, range(blocks)))
-    return min((index for index in found if index >= 0), default=-1)
+    return min((index for index in on_all_cores(search, blocks, threads) if index >= 0), default=-1)
 
 
 def _balanced_edges(cu_seqlens: np.ndarray, blocks: int) -> np.ndarray:

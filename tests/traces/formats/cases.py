@@ -8,7 +8,7 @@ Every case makes a window of three sequences; something is wrong with the middle
     error    an error under both policies
     -        the form cannot hold the case
 
-The docs' table is made from here: ``python tests/formats/cases.py docs/formats.md``.
+The docs' table is made from here: ``python tests/traces/formats/cases.py docs/formats.md``.
 """
 
 import sys
@@ -285,7 +285,7 @@ def table():
     return "\n".join(lines)
 
 
-BEGIN, END = "<!-- conformance: made from tests/formats/cases.py -->", "<!-- end of conformance -->"
+BEGIN, END = "<!-- conformance: made from tests/traces/formats/cases.py -->", "<!-- end of conformance -->"
 
 
 def rewritten(page):

@@ -110,7 +110,7 @@ def test_cell(case, form):
 
 def test_the_table_in_the_docs_is_the_one_tested():
     page = (HERE.parents[2] / "docs/formats.md").read_text()
-    assert cases.rewritten(page) == page, "run: python tests/formats/cases.py docs/formats.md"
+    assert cases.rewritten(page) == page, "run: python tests/traces/formats/cases.py docs/formats.md"
 
 
 def test_every_stack_is_in_the_table():

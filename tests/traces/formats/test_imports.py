@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from routepack.core.errors import ConfigError, TraceError
 from routepack.traces import formats
-from routepack.traces.formats import ImportOptions, ModelRouting
+from routepack.traces.formats import ImportOptions, ModelRouting, payloads
 from routepack.traces.formats.payloads import _ids, encoded
 
 ROOT = Path(__file__).parents[3]
@@ -437,37 +437,48 @@ def test_blocks_of_threads_judge_as_one(seed):
 
 
 @pytest.fixture(scope="module")
-def long_text():
-    """The decoder of long texts, in small blocks and for texts of any length."""
-    from routepack.traces.formats import long_text, payloads
-
+def small_blocks():
+    """Base64 text decoded in blocks of 4096 characters, so that short texts have several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_text, "BLOCK", 4096)
-        patch.setattr(payloads, "LONG_TEXT", 1)
-        yield long_text
+        patch.setattr(payloads, "BLOCK", 4096)
+        yield
 
 
+@pytest.mark.usefixtures("small_blocks")
 @given(
     st.integers(0, 7000), st.integers(0, 2**32 - 1), st.sampled_from(["int32", "uint8", "int16", "int64"]), st.booleans(),
 )  # fmt: skip
-def test_long_base64_is_decoded_as_python_does(long_text, size, seed, dtype, is_wide):
+def test_base64_in_blocks_is_decoded_as_at_once(size, seed, dtype, is_wide):
     rng = np.random.default_rng(seed)
     most = 40_000 if is_wide and dtype in ("int32", "int64") else 100
     ids = rng.integers(-1 if dtype[0] == "i" else 0, most, size).astype(dtype)
     text = encoded(ids)
-    found = long_text.long_base64(text, np.dtype(dtype))
-    assert (found is None) == (len(text) <= 16)
-    assert found is None or np.array_equal(found, ids)
-    assert np.array_equal(_ids(text, dtype, "here"), ids)
+    found = _ids(text, dtype, "here")
+    assert np.array_equal(found, ids)
+    is_narrowed = len(text) > 4096 and ids.itemsize > 2 and ids.max() < 2**15
+    assert found.dtype == (np.int16 if is_narrowed else ids.dtype)
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(100, 7000), st.sampled_from("-=é\n _.\x7f\0"))
-def test_long_text_that_is_no_base64_is_refused(long_text, seed, size, wrong):
+@pytest.mark.usefixtures("small_blocks")
+@given(
+    st.integers(0, 2**32 - 1), st.integers(100, 7000), st.sampled_from("-=é\n _.\x7f\0"), st.sampled_from(["int16", "int32"])
+)
+def test_text_that_is_no_base64_is_refused(seed, size, wrong, dtype):
     rng = np.random.default_rng(seed)
-    text = encoded(rng.integers(0, 2**15, size).astype(np.int16))
+    text = encoded(rng.integers(0, 2**15, size).astype(dtype))
     place = int(rng.integers(0, len(text) - 2))
     with pytest.raises(TraceError, match="no base64 text"):
-        _ids(text[:place] + wrong + text[place + 1 :], "int16", "here")
+        _ids(text[:place] + wrong + text[place + 1 :], dtype, "here")
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("size", [3070, 3071])
+@pytest.mark.parametrize("dtype", ["int16", "int32", "int64"])
+def test_base64_with_padding_where_a_block_ends_is_refused(dtype, size):
+    first = encoded(np.zeros(size, np.uint8))
+    assert (len(first), first[-1]) == (4096, "=")
+    with pytest.raises(TraceError, match="no base64 text"):
+        _ids(first + encoded(np.arange(3000, dtype=dtype)), dtype, "here")
 
 
 MEMORY = """

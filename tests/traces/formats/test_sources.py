@@ -98,12 +98,27 @@ def test_hostile_headers_are_refused_without_their_memory(tmp_path, header):
     tracemalloc.stop()
 
 
-def test_an_oversized_header_is_refused(tmp_path):
-    text = ("{'descr': '|u1', 'fortran_order': False, 'shape': (1,), }" + " " * 200_000 + "\n").encode()
-    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("size", [200_000, 50_000_000])
+def test_an_oversized_header_is_refused_without_its_memory(tmp_path, size, compression):
+    text = ("{'descr': '|u1', 'fortran_order': False, 'shape': (1,), }" + " " * size + "\n").encode()
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", compression) as archive:
         archive.writestr("routed_experts.npy", b"\x93NUMPY\x02\x00" + struct.pack("<I", len(text)) + text + b"\0")
+    tracemalloc.start()
     with pytest.raises(TraceError, match=r"a\.npz"):
         read("arrays", tmp_path / "a.npz", MODEL)
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_arrays_of_either_order_and_of_no_size_come_back(tmp_path, save, order):
+    arrays = {"ids": np.asarray(IDS, order=order), "none": np.empty((0, 3), np.int16), "wide": np.arange(7, dtype=">i8")}
+    save(tmp_path / "a.npz", **arrays)
+    for name, array in read_npz(tmp_path / "a.npz").items():
+        np.testing.assert_array_equal(array, arrays[name])
+        assert array.dtype == arrays[name].dtype
 
 
 def test_a_size_that_compression_cannot_give_is_refused(tmp_path):

@@ -30,7 +30,7 @@ from routepack.torchtitan.rl.rl_config import (
     common_parts,
 )
 from routepack.torchtitan.trainer.trainable_tokens import TokenCheck
-from routepack.traces.trace_files import load_trace, trace_header
+from routepack.traces.trace_files import load_shard, load_trace
 from routepack.training.losses import GRPOTokenLoss, TokenLoss
 
 TRACE_SET_ELSEWHERE = SET_ELSEWHERE | {"num_steps": "windows"}
@@ -132,10 +132,10 @@ def files_of(path: Path) -> list[Path]:
 
 
 def check_routing(path: Path, spec: ModelSpec) -> None:
-    """Raise TraceError unless the window at *path* has this model's MoE layers, experts and top-k. Reads headers alone."""
+    """Raise TraceError unless the window at *path* has this model's MoE layers, experts and top-k. No recorded id is read."""
     layers = moe_layer_ids(spec)
     for file in files_of(path):
-        header = trace_header(file)
+        header = load_shard(file)
         wanted = {"MoE layers": len(layers), "experts": num_experts_of(spec), "experts a token (top_k)": top_k_of(spec)}
         given = dict(zip(wanted, (header.num_layers, header.num_experts, header.top_k), strict=True))
         for what, number in wanted.items():

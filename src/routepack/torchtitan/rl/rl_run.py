@@ -18,12 +18,13 @@ from routepack.core.files import read_history, write_json
 from routepack.core.plans import ExpertPlacement, Plan
 from routepack.core.rollouts import RolloutBatch
 from routepack.distributed import collectives
+from routepack.planning.plan_files import save_plan
 from routepack.report.plan_metrics import plan_metrics
 from routepack.torchtitan.rl.rl_config import RLExperiment
 from routepack.torchtitan.rl.rl_windows import demonstration_window, even_demand, graded_window
 from routepack.torchtitan.rl.sampling import LocalPolicy, random_numbers
 from routepack.torchtitan.trainer.trainer import RoutePackTrainer
-from routepack.traces.trace_files import save_plan, save_trace
+from routepack.traces.trace_files import save_trace
 from routepack.training.losses import CrossEntropyTokenLoss
 from routepack.training.phase_clock import Clock
 from routepack.training.progress import Progress

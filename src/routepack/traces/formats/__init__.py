@@ -6,10 +6,9 @@ files. What was not really recorded is said by ``RolloutBatch.valid_T``, never b
 """
 
 from routepack.traces.formats.convention import Convention
-from routepack.traces.formats.conversion import convert, read
+from routepack.traces.formats.conversion import STACKS, convert, load, read, stack_module
 from routepack.traces.formats.import_options import Imported, ImportOptions, ImportReport
 from routepack.traces.formats.model_routing import ModelRouting
-from routepack.traces.formats.stack_modules import STACKS, load, stack_module
 
 __all__ = [
     "STACKS",

@@ -1,4 +1,4 @@
-"""One pass over recorded ids: narrow them, and judge every row; and base64. Letters: :mod:`routepack.core`."""
+"""One pass over recorded ids: narrow them, and judge every row. Letters: :mod:`routepack.core`."""
 
 from __future__ import annotations
 
@@ -94,52 +94,3 @@ def _judge(ids_TLK, kept_L, seen_E, judged_T, out_TLK, first, end, is_signed):  
         elif twice:
             code = _TWICE
         judged_T[t] = code | (COUNTS_UP if counts_up else 0) | (REPEATS if repeats else 0)
-
-
-_ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
-_BAD = np.uint32(1 << 31)
-
-
-def _pairs() -> tuple[np.ndarray, np.ndarray]:
-    """uint32 [65536] twice: where the twelve bits of two characters go as the first and as the second pair of a group.
-
-    An index is two characters as a little-endian number, an entry three bytes as one; bit 31 marks other characters.
-    """
-    values = np.full(256, -1, dtype=np.int64)
-    values[np.frombuffer(_ALPHABET, dtype=np.uint8)] = np.arange(64)
-    pair = np.arange(1 << 16)
-    left, right = values[pair & 0xFF], values[pair >> 8]
-    twelve, is_bad = left << 6 | right, (left < 0) | (right < 0)
-    first = np.where(is_bad, _BAD, twelve >> 4 | (twelve & 0xF) << 12)
-    second = np.where(is_bad, _BAD, twelve >> 8 << 8 | (twelve & 0xFF) << 16)
-    return first.astype(np.uint32), second.astype(np.uint32)
-
-
-_FIRST, _SECOND = _pairs()
-
-
-def decode_groups(text: np.ndarray, out: np.ndarray) -> bool:
-    """Write to *out*, uint8, what base64 *text* stands for: uint8, a multiple of 16 without padding. False for other text."""
-    pairs = text.view("<u2")
-    # Python keeps texts at even addresses; a slice of one that is at none would have to be copied.
-    return not _decode(pairs if pairs.flags.aligned else pairs.copy(), _FIRST, _SECOND, out.view(np.uint32)) & _BAD
-
-
-@njit(
-    types.uint32(types.Array(types.uint16, 1, "C", readonly=True), types.uint32[::1], types.uint32[::1], types.uint32[::1]),
-    nogil=True,
-    cache=True,
-)
-def _decode(pairs, first, second, out):  # pragma: no cover - compiled
-    """Four groups of four characters are three numbers of four bytes; the lookups of all characters fit the first cache."""
-    seen = np.uint32(0)
-    for i in range(len(pairs) // 8):
-        a = first[pairs[8 * i]] | second[pairs[8 * i + 1]]
-        b = first[pairs[8 * i + 2]] | second[pairs[8 * i + 3]]
-        c = first[pairs[8 * i + 4]] | second[pairs[8 * i + 5]]
-        d = first[pairs[8 * i + 6]] | second[pairs[8 * i + 7]]
-        seen |= a | b | c | d
-        out[3 * i] = a | (b << 24)
-        out[3 * i + 1] = (b >> 8) | (c << 16)
-        out[3 * i + 2] = (c >> 16) | (d << 8)
-    return seen

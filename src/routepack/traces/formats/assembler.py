@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -11,10 +13,9 @@ from routepack.core.errors import TraceError
 from routepack.core.rollouts import RolloutBatch, fed_tokens, id_dtype
 from routepack.traces.formats.buffers import GrowingRows
 from routepack.traces.formats.convention import CODE, COUNTS_UP, REPEATS, Convention, Reason, tell_tale
-from routepack.traces.formats.fields import merged_fields
 from routepack.traces.formats.import_options import Imported, ImportOptions, ImportReport
 from routepack.traces.formats.model_routing import ModelRouting
-from routepack.traces.formats.recorded_sequence import RecordedSequence, Segment
+from routepack.traces.formats.records import Record, RecordedSequence, Segment, merged_fields
 from routepack.traces.formats.suspicious_signs import look_for_signs
 
 MOST_ABSENT = 1 << 16
@@ -32,7 +33,7 @@ class Assembler:
         self._shape: tuple[int, int] = (0, 0)
         self._kept_L: np.ndarray | None = None
         self._layer_ids: list[int] = []
-        self._ids = GrowingRows(id_dtype(model.num_experts), is_large=True)
+        self._ids = GrowingRows(id_dtype(model.num_experts))
         self._judged = GrowingRows(np.dtype(np.uint8))
         self._packed: np.ndarray | None = None
         self._rows: list[int] = []
@@ -44,7 +45,7 @@ class Assembler:
 
         It can where it has the batch's dtype, no column is left out, and no sequence lacks a row or has one too many.
         """
-        if packed_TLK.ndim != 3 or packed_TLK.dtype != self._ids.dtype or not packed_TLK.flags.c_contiguous:
+        if packed_TLK.ndim != 3 or packed_TLK.dtype != id_dtype(self.model.num_experts) or not packed_TLK.flags.c_contiguous:
             return
         for rows, tokens in zip(rows_S, tokens_S, strict=True):
             if rows and rows not in (tokens - 1, tokens):
@@ -65,6 +66,17 @@ class Assembler:
             return
         self._take_waiting()
         self._take(sequence)
+
+    def records(self, source: Any, noun: str, *, first: int = 0) -> Iterator[Record]:
+        """The records of *source*, or *source* itself where it is one, numbered from *first* on.
+
+        *noun* is what the stack calls a record, for errors.
+        """
+        stack = self.convention.stack
+        if isinstance(source, str | bytes | bytearray) or not hasattr(source, "__iter__"):
+            raise TraceError(f"{stack}: a {type(source).__name__} is no list of records.")
+        for number, raw in enumerate([source] if isinstance(source, Mapping) else source, first):
+            yield Record(raw=raw, where=f"{stack}, {noun} {number}", model=self.model, report=self.report)
 
     def finish(self) -> Imported:
         """The batch and its report. Raises TraceError where nothing at all was recorded."""
@@ -109,7 +121,7 @@ class Assembler:
     def _keep(self, columns: list[int]) -> None:
         self._kept_L = np.asarray(columns, dtype=np.int64)
         self._layer_ids = self.model.layer_ids(columns, self._shape[0])
-        self._ids.shape = (len(columns), self._shape[1])
+        self._ids = GrowingRows(id_dtype(self.model.num_experts), (len(columns), self._shape[1]))
 
     def _routes(self, segment: Segment) -> np.ndarray:
         """The rows that may be routes: filler, which stands in dense layers too, would give those away as routing."""
@@ -149,10 +161,7 @@ class Assembler:
             self._fill(sequence, rows)
         self._rows.append(rows)
         # The rows are copied; holding on to their sources would take their memory for as long as the import lasts.
-        self._done.append(RecordedSequence(
-            num_tokens=sequence.num_tokens, token_fields=sequence.token_fields,
-            sequence_fields=sequence.sequence_fields, group=sequence.group,
-        ))  # fmt: skip
+        self._done.append(replace(sequence, segments=(), doubtful=()))
         if self.options.progress is not None:
             self.options.progress(len(self._done))
 

@@ -5,40 +5,31 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Self
 
 
 class Reason(IntEnum):
-    """Why a row counts for nothing; VALID where it counts."""
+    """Why a row counts for nothing, a number and a text for people; VALID where it counts."""
 
-    VALID = 0
-    ZEROS = 1
-    MINUS = 2
-    NEGATIVE = 3
-    OUT_OF_RANGE = 4
-    DUPLICATE = 5
-    MADE_UP = 6
-    FILLER = 7
-    MASKED = 8
-    ABSENT = 9
+    text: str
 
-    @property
-    def text(self) -> str:
-        """For people."""
-        return _TEXTS[self]
+    VALID = 0, "valid"
+    ZEROS = 1, "all zero"
+    MINUS = 2, "all -1"
+    NEGATIVE = 3, "a negative id"
+    OUT_OF_RANGE = 4, "id not below num_experts"
+    DUPLICATE = 5, "an expert twice in a row"
+    MADE_UP = 6, "last row made up by the stack"
+    FILLER = 7, "filler 0 .. top_k - 1"
+    MASKED = 8, "excluded by the stack's mask"
+    ABSENT = 9, "no row delivered"
 
+    def __new__(cls, value: int, text: str) -> Self:
+        """The member of that number and text."""
+        reason = int.__new__(cls, value)
+        reason._value_, reason.text = value, text
+        return reason
 
-_TEXTS = {
-    Reason.VALID: "valid",
-    Reason.ZEROS: "all zero",
-    Reason.MINUS: "all -1",
-    Reason.NEGATIVE: "a negative id",
-    Reason.OUT_OF_RANGE: "id not below num_experts",
-    Reason.DUPLICATE: "an expert twice in a row",
-    Reason.MADE_UP: "last row made up by the stack",
-    Reason.FILLER: "filler 0 .. top_k - 1",
-    Reason.MASKED: "excluded by the stack's mask",
-    Reason.ABSENT: "no row delivered",
-}
 
 CODE, COUNTS_UP, REPEATS = 0x0F, 0x40, 0x80
 """Bits of a judged row: its Reason; every layer reads 0 .. top_k - 1; it equals the row before it."""

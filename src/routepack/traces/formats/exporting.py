@@ -58,6 +58,28 @@ def rows_of(
     return padded
 
 
+def token_rows(batch: RolloutBatch, dtype: Any, missing: int | str) -> list[np.ndarray]:
+    """[tokens, L, K]: one row a token of each sequence, *missing* where nothing was recorded, as :func:`rows_of` has it."""
+    rows = []
+    for s, n in enumerate(batch.num_tokens_S.tolist()):
+        ids_TLK = rows_of(batch, s, dtype, missing=missing, num_rows=n)
+        if ids_TLK is None:
+            ids_TLK = np.empty((n, batch.num_layers, batch.top_k), dtype)
+            ids_TLK[:] = filler(missing, batch.top_k)
+        rows.append(ids_TLK)
+    return rows
+
+
+def padded_left(parts: list[np.ndarray], fill: np.ndarray | int) -> np.ndarray:
+    """[B, width, ...]: arrays of different length, each at the end of its row, with *fill* before."""
+    width = max(map(len, parts))
+    padded = np.empty((len(parts), width, *parts[0].shape[1:]), parts[0].dtype)
+    padded[:] = fill
+    for row, part in zip(padded, parts, strict=True):
+        row[width - len(part) :] = part
+    return padded
+
+
 def filler(kind: int | str, top_k: int) -> np.ndarray | int:
     """What stands in a row without routes."""
     return np.arange(top_k) if kind == "arange" else int(kind)

@@ -4,41 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from routepack.core.checks import instance, real
-from routepack.core.errors import ConfigError
+from routepack.core.component import Component, Share
 from routepack.core.rollouts import RolloutBatch
 from routepack.traces.formats.convention import Reason
 
-POLICIES = ("strict", "lenient")
-MERGES = ("keep_first", "keep_last")
-
 
 @dataclass(frozen=True, kw_only=True)
-class ImportOptions:
+class ImportOptions(Component):
     """What to do about routing that is not what the stack promises."""
 
-    policy: str = "strict"
+    section: ClassVar[str] = ""
+
+    policy: Literal["strict", "lenient"] = "strict"
     """``strict``: an error that names sequence, rows and tokens. ``lenient``: mask it, count it, report it."""
-    merge: str | None = None
+    merge: Literal["keep_first", "keep_last"] | None = None
     """Where turns recorded the same rows differently: ``keep_first`` (what sampled them) or ``keep_last`` (the newest
     weights). None: they must be equal; ``lenient`` then keeps the first."""
     require: bool = False
     """Whether every sequence must have routes; otherwise only one need, and planning estimates the others."""
-    max_missing_share: float = 0.5
+    max_missing_share: Share = 0.5
     """Of the rows of sequences that have routes, the largest share that may be masked; above it is an error (``strict``)
     or a sign in the report (``lenient``)."""
     progress: Callable[[int], None] | None = None
     """Called with the number of sequences read so far, after each."""
-
-    def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ConfigError(f"policy={self.policy!r} is unknown: choose from {', '.join(POLICIES)}.")
-        if self.merge is not None and self.merge not in MERGES:
-            raise ConfigError(f"merge={self.merge!r} is unknown: choose from {', '.join(MERGES)}.")
-        real("max_missing_share", self.max_missing_share, least=0.0, most=1.0)
-        instance("require", self.require, bool)
 
     @property
     def strict(self) -> bool:
@@ -88,15 +78,12 @@ class ImportReport:
 
     def lines(self) -> list[tuple[str, str]]:
         """A summary for people: label and text."""
-        masked = sum(self.masked_rows.values())
+        without = f", {self.without_routes:,} without routes" if self.without_routes else ""
         lines = [
-            (
-                "sequences",
-                f"{self.num_sequences:,}" + (f", {self.without_routes:,} without routes" if self.without_routes else ""),
-            ),
+            ("sequences", f"{self.num_sequences:,}{without}"),
             ("tokens", f"{self.num_tokens:,}"),
             ("valid rows", f"{self.num_valid_rows:,} of {self.num_expected_rows:,} (coverage {self.coverage:.1%})"),
-            ("masked rows", f"{masked:,}"),
+            ("masked rows", f"{sum(self.masked_rows.values()):,}"),
         ]
         lines += [(f"  {reason}", f"{rows:,}") for reason, rows in self.masked_rows.items()]
         lines += [("problem", f"{what}: {count:,} times") for what, count in self.problems.items()]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from routepack.core.checks import whole
+from routepack.core.component import Component, Count, Limits
 from routepack.core.errors import ConfigError, TraceError
 from routepack.core.rollouts import MOST_EXPERTS
 
@@ -22,9 +22,12 @@ NAMES = {
 }  # fmt: skip
 """The names that model configs have for each, in the order they are looked for."""
 
+MOST_LAYERS = 2**16
+"""Of a model: a larger number is a mistake."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class ModelRouting:
+class ModelRouting(Component):
     """The routing shape of a model.
 
     >>> ModelRouting.from_config({"n_routed_experts": 64, "num_experts_per_tok": 6, "num_hidden_layers": 4,
@@ -32,33 +35,32 @@ class ModelRouting:
     (1, 2, 3)
     """
 
-    num_experts: int
+    section: ClassVar[str] = "model"
+
+    num_experts: Annotated[int, Limits(least=1, most=MOST_EXPERTS)]
     """E, logical routed experts; shared ones are not counted."""
-    top_k: int | None = None
+    top_k: Count | None = None
     """K; None: as the arrays have it, which flat payloads do not."""
-    num_layers: int | None = None
+    num_layers: Annotated[int, Limits(least=1, most=MOST_LAYERS)] | None = None
     """Decoder layers, draft (MTP) layers left out; None: as the arrays have it."""
-    moe_layers: Sequence[int] | None = None
+    moe_layers: tuple[Annotated[int, Limits(least=0, most=MOST_LAYERS)], ...] | None = None
     """Absolute decoder layers that have a router. None: all that ever recorded anything but zeros."""
 
-    def __post_init__(self) -> None:
-        whole("model.num_experts", self.num_experts, least=1, most=MOST_EXPERTS)
-        if self.top_k is not None:
-            whole("model.top_k", self.top_k, least=1, most=self.num_experts)
-        if self.num_layers is not None:
-            whole("model.num_layers", self.num_layers, least=1, most=2**16)
-        if self.moe_layers is not None:
-            self._check_moe_layers()
-
-    def _check_moe_layers(self) -> None:
-        layers = tuple(whole("model.moe_layers", layer, least=0, most=2**16) for layer in self.moe_layers or ())
-        object.__setattr__(self, "moe_layers", layers)
-        if not layers or len(set(layers)) != len(layers):
+    def check_options(self) -> None:
+        """Raise ConfigError where top_k or a layer is beyond the model, or a layer is named twice."""
+        if self.top_k is not None and self.top_k > self.num_experts:
+            raise ConfigError(f"model.top_k={self.top_k} must be at most num_experts={self.num_experts}.")
+        if self.moe_layers is None:
+            return
+        if not self.moe_layers or len(set(self.moe_layers)) != len(self.moe_layers):
             raise ConfigError(
-                f"model.moe_layers={list(layers)} must name each MoE layer once (a draft or MTP layer must not share a number)."
+                f"model.moe_layers={list(self.moe_layers)} must name each MoE layer once (a draft or MTP layer must not share "
+                "a number)."
             )
-        if self.num_layers is not None and max(layers) >= self.num_layers:
-            raise ConfigError(f"model.moe_layers names layer {max(layers)} of a model with num_layers={self.num_layers}.")
+        if self.num_layers is not None and max(self.moe_layers) >= self.num_layers:
+            raise ConfigError(
+                f"model.moe_layers names layer {max(self.moe_layers)} of a model with num_layers={self.num_layers}."
+            )
 
     @classmethod
     def from_config(cls, config: Any, **overrides: Any) -> ModelRouting:

@@ -13,12 +13,13 @@ from routepack.core.arrays import to_numpy
 from routepack.core.checks import whole
 from routepack.core.errors import TraceError
 from routepack.traces.formats.import_options import ImportReport
-from routepack.traces.formats.long_text import LONG_TEXT, long_base64
 from routepack.traces.formats.model_routing import ModelRouting
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 ENVELOPE = "nrlre1"
 """What NeMo-RL's strings begin with: ``nrlre1:<dtype>:<S>x<L>x<K>:<base64>``."""
+BLOCK = 1 << 18
+"""Characters of base64 text decoded at once: whole ids of every width, since 32 characters are 24 bytes."""
 LISTS = "Routes came as nested lists, which take seconds to convert: arrays or bytes are preferred."
 
 
@@ -41,7 +42,7 @@ def decoded(
         return _from_envelope(value, where)
     if isinstance(value, str | bytes | bytearray | memoryview):
         ids = _ids(value, dtype, where)
-        return ids.reshape(_checked_shape(ids, _flat_shape(len(ids), where, model, num_rows), where))
+        return _shaped(ids, _flat_shape(len(ids), where, model, num_rows), where)
     if isinstance(value, list | tuple):
         report.note(LISTS)
     return checked_ids(to_numpy(value, f"{where}: routed_experts"), where, model)
@@ -84,8 +85,7 @@ def _from_mapping(payload: Mapping, where: str) -> np.ndarray:
     if not isinstance(data, str | bytes | bytearray | memoryview):
         raise TraceError(f"{where}: routed_experts has no data, as bytes or base64 text.")
     shape = _shape(payload.get("shape"), where)
-    ids = _ids(data, payload.get("dtype", "uint8"), where)
-    return ids.reshape(_checked_shape(ids, shape, where))
+    return _shaped(_ids(data, payload.get("dtype", "uint8"), where), shape, where)
 
 
 def _from_envelope(text: str, where: str) -> np.ndarray:
@@ -96,15 +96,14 @@ def _from_envelope(text: str, where: str) -> np.ndarray:
     if not all(size.isascii() and size.isdecimal() and len(size) < 16 for size in sizes):
         raise TraceError(f"{where}: an envelope's shape reads <S>x<L>x<K>, not {parts[2][:40]!r}.")
     shape = _shape([int(size) for size in sizes], where)
-    ids = _ids(parts[3], parts[1], where)
-    return ids.reshape(_checked_shape(ids, shape, where))
+    return _shaped(_ids(parts[3], parts[1], where), shape, where)
 
 
 def _ids(data: str | bytes | bytearray | memoryview, dtype_name: Any, where: str) -> np.ndarray:
-    """The ids that text or bytes hold, flat; of *dtype_name*, or narrower where long base64 text was decoded bit by bit."""
+    """The ids of *dtype_name* that base64 text or bytes hold, flat; long text of wide ids gives int16 where all fit."""
     dtype = _dtype(dtype_name, where)
     if isinstance(data, str):
-        ids = long_base64(data, dtype) if len(data) >= LONG_TEXT else None
+        ids = _narrowed(data, dtype) if len(data) > BLOCK and dtype.itemsize > 2 else None
         if ids is not None:
             return ids
         data = _base64(data, where)
@@ -112,6 +111,26 @@ def _ids(data: str | bytes | bytearray | memoryview, dtype_name: Any, where: str
     if size % dtype.itemsize:
         raise TraceError(f"{where}: routed_experts has {size} bytes, no multiple of {dtype}'s. Was it cut off?")
     return np.frombuffer(data, dtype=dtype) if size else np.empty(0, dtype=dtype)
+
+
+def _narrowed(text: str, dtype: np.dtype) -> np.ndarray | None:
+    """The ids of base64 text as int16, decoded block by block, so that the wide ones of a sequence are never all in memory.
+
+    None where an id does not fit, or the text is not whole: decoding it at once tells which. Padding inside the text ends a
+    block short of a whole number of ids, which four or eight bytes wide show.
+    """
+    ids = np.empty(len(text) // 4 * 3 // dtype.itemsize, np.int16)
+    size = 0
+    for first in range(0, len(text), BLOCK):
+        try:
+            block = np.frombuffer(binascii.a2b_base64(text[first : first + BLOCK], strict_mode=True), dtype)
+        except ValueError:
+            return None
+        if block.min() < np.iinfo(np.int16).min or block.max() > np.iinfo(np.int16).max:
+            return None
+        ids[size : size + len(block)] = block
+        size += len(block)
+    return ids[:size]
 
 
 def _base64(text: str | memoryview, where: str) -> bytes:
@@ -149,9 +168,10 @@ def _flat_shape(num_ids: int, where: str, model: ModelRouting, num_rows: int | N
     return num_ids // (layers * top_k), layers, top_k
 
 
-def _checked_shape(ids: np.ndarray, shape: tuple[int, int, int], where: str) -> tuple[int, int, int]:
+def _shaped(ids: np.ndarray, shape: tuple[int, int, int], where: str) -> np.ndarray:
+    """Flat *ids* in that shape. Raises TraceError where it has another number of them."""
     if math.prod(shape) != len(ids):
         raise TraceError(
             f"{where}: routed_experts has {len(ids)} ids; shape {list(shape)} has {math.prod(shape)}. Was it cut off?"
         )
-    return shape
+    return ids.reshape(shape)

@@ -5,7 +5,7 @@ No pickle is ever loaded, and no size is believed unchecked.
 
 from __future__ import annotations
 
-import ast
+import io
 import json
 import math
 import zipfile
@@ -19,12 +19,14 @@ import numpy as np
 from routepack.core.checks import MOST
 from routepack.core.errors import ConfigError, TraceError
 from routepack.core.files import is_folder
-from routepack.traces.trace_files import read_tensors
+from routepack.core.tensor_files import read_tensors
 
 DEFLATE_LIMIT = 1032
 """Deflate cannot make data shorter than by this factor."""
 MAX_HEADER = 1 << 16
 """Bytes of an array's header; numpy writes 128 for all but the oddest."""
+HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+"""How numpy reads the header of each version of its format that it writes for arrays of numbers."""
 PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".bin")
 
 
@@ -87,58 +89,42 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
     try:
         with zipfile.ZipFile(path) as archive:
             return {entry.filename.removesuffix(".npy"): _member(path, archive, entry) for entry in archive.infolist()}
+    except TraceError:
+        raise
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
-        if isinstance(error, TraceError):
-            raise
         raise TraceError(f"{path} is not a whole .npz file ({type(error).__name__}: {error}): write it again.") from error
 
 
 def _member(path: str | Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
+    """One array. ``np.load`` would set aside whatever memory a header asks for: here its size is checked first."""
     where = f"{path}: {entry.filename}"
     if entry.file_size > entry.compress_size * DEFLATE_LIMIT + MAX_HEADER or entry.compress_size > Path(path).stat().st_size:
         raise TraceError(f"{where} promises {entry.file_size} bytes of {entry.compress_size}: it is not what it says.")
     with archive.open(entry) as file:
-        shape, dtype, order = _header(file, where)
-        size, start = math.prod(shape) * dtype.itemsize, file.tell()
+        beginning = io.BytesIO(file.read(MAX_HEADER))
+        shape, is_fortran, dtype = _header(beginning, where)
+        size, start = math.prod(shape) * dtype.itemsize, beginning.tell()
         if size != entry.file_size - start:
             raise TraceError(f"{where} has {entry.file_size - start} bytes; shape {shape} in {dtype} takes {size}.")
-        if not size:
-            return np.empty(shape, dtype)
-        if entry.compress_type == zipfile.ZIP_STORED:
-            return _mapped(path, entry, shape, dtype, order, start)
-        flat = np.empty(size // dtype.itemsize, dtype)
-        filled = file.readinto(flat.view(np.uint8).data)  # pyrefly: ignore[missing-attribute]
-        while filled < size:
-            more = file.readinto(flat.view(np.uint8)[filled:].data)  # pyrefly: ignore[missing-attribute]
-            if not more:
-                raise TraceError(f"{where} ends after {filled} of {size} bytes: write it again.")
-            filled += more
-        return flat.reshape(shape, order=order)
+        if size and entry.compress_type == zipfile.ZIP_STORED:
+            return _mapped(path, entry, shape, dtype, "F" if is_fortran else "C", start)
+        file.seek(0)
+        return np.lib.format.read_array(file, allow_pickle=False, max_header_size=MAX_HEADER)
 
 
-def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype, Any]:
-    """Shape, dtype and order of an array, from numpy's header: a Python literal, and nothing else is taken."""
-    start = file.read(8)
-    width = {b"\x93NUMPY\x01\x00": 2, b"\x93NUMPY\x02\x00": 4}.get(start)
-    if width is None:
-        raise TraceError(f"{where} is no array in versions 1.0 or 2.0 of numpy's format.")
-    size = int.from_bytes(file.read(width), "little")
-    text = file.read(size) if size <= MAX_HEADER else b""
-    if len(text) != size:
-        raise TraceError(f"{where} has a header of {size} bytes, at most {MAX_HEADER} are read: was it cut off?")
+def _header(beginning: IO[bytes], where: str) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, order and dtype of an array, as numpy reads them from its header."""
     try:
-        header = ast.literal_eval(text.decode("latin1").strip())
-        shape, dtype = tuple(header["shape"]), np.dtype(str(header["descr"]))
-        is_fortran = bool(header["fortran_order"])
-    except (ValueError, SyntaxError, TypeError, KeyError, IndexError, MemoryError, RecursionError) as error:
-        raise TraceError(f"{where} has no header that says what it holds ({type(error).__name__}).") from error
+        shape, is_fortran, dtype = HEADERS[np.lib.format.read_magic(beginning)](beginning, max_header_size=MAX_HEADER)
+    except Exception as error:  # Whatever Python's tokenizer and parser and numpy's dtypes make of a hostile text.
+        raise TraceError(f"{where} has no header that says what it holds ({type(error).__name__}: {error}).") from error
     if dtype.hasobject or dtype.kind not in "biuf" or dtype.itemsize == 0:
         raise TraceError(f"{where} has dtype {dtype}; plain numbers are read, and no Python objects (pickles).")
-    if not all(isinstance(side, int) and 0 <= side <= MOST for side in shape):
+    if not all(0 <= side <= MOST for side in shape):
         raise TraceError(f"{where} has shape {str(shape)[:80]}.")
-    return shape, dtype, "F" if is_fortran else "C"
+    return shape, is_fortran, dtype
 
 
 def _mapped(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from routepack.core.arrays import to_numpy
 from routepack.core.errors import TraceError
-from routepack.traces.formats.fields import whole_numbers
+from routepack.traces.formats.assembler import Assembler
+from routepack.traces.formats.payloads import decoded
+from routepack.traces.formats.records import RecordedSequence, Segment, whole_numbers
 
 
 def padded_ids(value: Any, where: str) -> np.ndarray:
@@ -40,8 +43,20 @@ def attended(value: Any, batch: int, width: int, where: str) -> np.ndarray:
     return marked
 
 
-def row_mask(value: Any, shape: tuple[int, ...], name: str, where: str) -> np.ndarray:
-    """A mask of rows as bool, of *shape*."""
+def padded_tokens(value: Any, shape: tuple[int, ...], where: str) -> np.ndarray | None:
+    """Token ids [B, S] of the same layout as the routes; None for None."""
+    if value is None:
+        return None
+    ids = to_numpy(value, f"{where}: input_ids")
+    if ids.shape != shape:
+        raise TraceError(f"{where}: input_ids has shape {ids.shape}; {shape} is needed, as the routes have it.")
+    return ids
+
+
+def row_mask(value: Any, shape: tuple[int, ...], name: str, where: str) -> np.ndarray | None:
+    """A mask of rows as bool, of *shape*; None for None."""
+    if value is None:
+        return None
     mask = to_numpy(value, f"{where}: {name}")
     if mask.shape != shape or mask.dtype.kind not in "iub":
         raise TraceError(f"{where}: {name} has shape {mask.shape} and dtype {mask.dtype}; bool {shape} is needed.")
@@ -92,10 +107,52 @@ def check_offsets(offsets: np.ndarray, rows: int, where: str) -> None:
         raise TraceError(f"{where}: offsets {offsets[:8].tolist()} ... must ascend from 0 to the {rows} rows.")
 
 
-def span_of(mask_S: np.ndarray) -> slice | np.ndarray:
-    """Where a mask is set: a slice if that is one run, so that nothing is copied, else the positions."""
-    positions = np.flatnonzero(mask_S)
-    if not len(positions):
-        return slice(0, 0)
-    first, last = int(positions[0]), int(positions[-1])
-    return slice(first, last + 1) if last - first + 1 == len(positions) else positions
+def add_padded(
+    assembler: Assembler, ids_BSLK: np.ndarray, mask_BS: np.ndarray, valid_BS: np.ndarray | None, tokens_BS: np.ndarray | None
+) -> None:
+    """Take the sequences of a padded batch, each where its attention mask is set. *tokens_BS*: token ids, where known."""
+    for b, mask_S in enumerate(mask_BS):
+        # The first of the one run that attended() lets through.
+        first, n = int(mask_S.argmax()), int(mask_S.sum())
+        span = slice(first, first + n)
+        segment = Segment(ids_TLK=ids_BSLK[b][span], valid_T=None if valid_BS is None else valid_BS[b][span])
+        fields = {}
+        if tokens_BS is not None:
+            fields["token_ids"] = whole_numbers(tokens_BS[b][span], f"{assembler.convention.stack}: input_ids")
+        assembler.add(RecordedSequence(num_tokens=n, segments=[segment], token_fields=fields))
+
+
+Packed = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Ids [T, L, K] of sequences end to end; offsets int64 [S + 1], their rows; and int64 [S], the tokens of each."""
+
+
+def packed_routes(assembler: Assembler, source: Mapping[str, Any], name: str) -> Packed:
+    """The array *name* beside ``cu_seqlens`` and, unless every token has its row, ``num_tokens``."""
+    stack = assembler.convention.stack
+    ids_TLK = decoded(source.get(name), stack, assembler.model, assembler.report)
+    if ids_TLK is None:
+        raise TraceError(f"{stack}: there is no array {name} [rows, layers, top_k] beside cu_seqlens.")
+    offsets = whole_numbers(source["cu_seqlens"], f"{stack}: cu_seqlens")
+    check_offsets(offsets, len(ids_TLK), f"{stack}: cu_seqlens")
+    tokens = source.get("num_tokens")
+    num_tokens_S = np.diff(offsets) if tokens is None else whole_numbers(tokens, f"{stack}: num_tokens")
+    check_count(num_tokens_S, len(offsets) - 1, f"{stack}: num_tokens")
+    return ids_TLK, offsets, num_tokens_S
+
+
+def check_count(values: np.ndarray, sequences: int, name: str) -> None:
+    """Raise TraceError unless there is one value a sequence."""
+    if len(values) != sequences:
+        raise TraceError(f"{name} has {len(values)} entries for {sequences} sequences.")
+
+
+def add_packed(
+    assembler: Assembler, routes: Packed, valid_T: np.ndarray | None, extra_S: Sequence[Mapping[str, Any]] | None = None
+) -> None:
+    """Take packed sequences. *extra_S*: other fields of each :class:`RecordedSequence`."""
+    ids_TLK, offsets, num_tokens_S = routes
+    assembler.share(ids_TLK, np.diff(offsets).tolist(), num_tokens_S.tolist())
+    for s, (first, end) in enumerate(pairwise(offsets.tolist())):
+        segment = Segment(ids_TLK=ids_TLK[first:end], valid_T=None if valid_T is None else valid_T[first:end])
+        extra = {} if extra_S is None else extra_S[s]
+        assembler.add(RecordedSequence(num_tokens=int(num_tokens_S[s]), segments=[segment], **extra))

@@ -12,18 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from routepack.core.arrays import to_numpy
 from routepack.core.errors import ConfigError, TraceError
 from routepack.core.rollouts import RolloutBatch
 from routepack.traces.formats.assembler import Assembler
 from routepack.traces.formats.convention import Convention, Reason
 from routepack.traces.formats.exporting import rows_of, sequence_records
-from routepack.traces.formats.fields import flat_array, no_tokens, records_of, value_of, whole_numbers
 from routepack.traces.formats.import_options import STRICT, Imported, ImportOptions
 from routepack.traces.formats.model_routing import ModelRouting
-from routepack.traces.formats.payloads import checked_ids, decoded
-from routepack.traces.formats.recorded_sequence import RecordedSequence, Segment
-from routepack.traces.formats.travelling import travelling
+from routepack.traces.formats.records import Record, RecordedSequence, Segment, flat_array, whole_numbers
 
 CONVENTION = Convention(
     stack="areal", switch="set return_routed_experts in the inference engine's config",
@@ -40,29 +36,20 @@ def load(source: Iterable[Any], model: ModelRouting, *, options: ImportOptions =
     assembler = Assembler(model, CONVENTION, options)
     if model.top_k is None:
         raise ConfigError("areal: rows are flat [layers * top_k]: give model.top_k.")
-    for number, record in enumerate(records_of(source, "areal")):
-        where = f"areal, response {number}"
-        if value_of(record, "input_tokens") is None or value_of(record, "output_tokens") is None:
-            raise no_tokens(record, where, "input_tokens and output_tokens")
-        prompt = whole_numbers(value_of(record, "input_tokens"), f"{where}: input_tokens")
-        output = whole_numbers(value_of(record, "output_tokens"), f"{where}: output_tokens")
-        token_ids = np.concatenate([prompt, output])
-        value = value_of(record, "routed_experts")
-        if value is None:
-            segments = []
-        else:
-            ids = _rows(value, where, model, assembler)
-            segments = _histories(ids, len(prompt), len(output), value_of(record, "output_versions"), options, where)
-        fields = travelling(record, token_ids, where)
-        assembler.add(RecordedSequence(num_tokens=len(token_ids), segments=segments, **fields))
+    for record in assembler.records(source, "response"):
+        assembler.add(_sequence(record, options))
     return assembler.finish()
 
 
-def _rows(value: Any, where: str, model: ModelRouting, assembler: Assembler) -> np.ndarray:
-    ids = decoded(value, where, model, assembler.report) if isinstance(value, str | dict) else None
-    if ids is None:
-        ids = checked_ids(to_numpy(value, f"{where}: routed_experts"), where, model)
-    return ids
+def _sequence(record: Record, options: ImportOptions) -> RecordedSequence:
+    if record.value("input_tokens") is None or record.value("output_tokens") is None:
+        raise record.no_tokens("input_tokens and output_tokens")
+    prompt = whole_numbers(record.value("input_tokens"), f"{record.where}: input_tokens")
+    output = whole_numbers(record.value("output_tokens"), f"{record.where}: output_tokens")
+    versions, segments = record.value("output_versions"), []
+    for whole in record.routes(record.value("routed_experts")):
+        segments = _histories(whole.ids_TLK, len(prompt), len(output), versions, options, record.where)
+    return record.sequence(len(prompt) + len(output), np.concatenate([prompt, output]), segments)
 
 
 def _histories(

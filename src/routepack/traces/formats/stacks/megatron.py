@@ -19,11 +19,10 @@ from routepack.core.rollouts import RolloutBatch, id_dtype
 from routepack.traces.formats.assembler import Assembler
 from routepack.traces.formats.convention import Convention
 from routepack.traces.formats.exporting import rows_of
-from routepack.traces.formats.fields import records_of, value_of, whole_of
 from routepack.traces.formats.import_options import STRICT, Imported, ImportOptions
 from routepack.traces.formats.model_routing import ModelRouting
-from routepack.traces.formats.recorded_sequence import RecordedSequence, Segment
-from routepack.traces.formats.tensors import check_offsets, whole_numbers
+from routepack.traces.formats.records import Record, RecordedSequence, Segment, whole_numbers
+from routepack.traces.formats.tensors import check_offsets
 
 CONVENTION = Convention(stack="megatron", switch="run with --moe-routing-trace-path")
 
@@ -44,7 +43,7 @@ def load(
     if isinstance(source, list | tuple) and source and not isinstance(source[0], Mapping):
         _add_replay(assembler, source, cu_seqlens)
     else:
-        for layers, ids in _microbatches(records_of(source, "megatron"), model):
+        for layers, ids in _microbatches(assembler.records(source, "line", first=1)):
             assembler.model = _with_layers(assembler.model, layers)
             assembler.add(RecordedSequence(num_tokens=len(ids), segments=[Segment(ids_TLK=ids)]))
     return assembler.finish()
@@ -77,23 +76,20 @@ def _with_layers(model: ModelRouting, layers: list[int]) -> ModelRouting:
     return ModelRouting(num_experts=model.num_experts, top_k=model.top_k, num_layers=model.num_layers, moe_layers=layers)
 
 
-def _microbatches(records: Iterable[Any], model: ModelRouting) -> Iterable[tuple[list[int], np.ndarray]]:
+def _microbatches(lines: Iterable[Record]) -> Iterable[tuple[list[int], np.ndarray]]:
     """The layers and ids [T, L, K] of each microbatch, by step and rank, in the order of their first line.
 
     A layer that comes again in a step on a rank belongs to the next microbatch there.
     """
     microbatches: dict[tuple[int, int, int], dict[int, np.ndarray]] = {}
     count: dict[tuple[int, int, int], int] = {}
-    for number, record in enumerate(records):
-        where = f"megatron, line {number + 1}"
-        if str(value_of(record, "block")) == "mtp" or value_of(record, "mtp_idx") is not None:
+    for line in lines:
+        if str(line.value("block")) == "mtp" or line.value("mtp_idx") is not None:
             continue
-        step, rank, layer = (
-            whole_of(record, name, where, default) for name, default in (("step", 0), ("rank", 0), ("layer", None))
-        )
+        step, rank, layer = line.whole("step", 0), line.whole("rank", 0), line.whole("layer")
         occurrence = count.get((step, rank, layer), 0)
         count[step, rank, layer] = occurrence + 1
-        microbatches.setdefault((step, rank, occurrence), {})[layer] = _chosen(record, where, model)
+        microbatches.setdefault((step, rank, occurrence), {})[layer] = _chosen(line)
     while microbatches:
         # Released one by one: what waits here is the whole trace.
         step, rank, occurrence = next(iter(microbatches))
@@ -108,18 +104,18 @@ def _microbatches(records: Iterable[Any], model: ModelRouting) -> Iterable[tuple
         yield layers, np.stack([ids_of_layer[layer] for layer in layers], axis=1)
 
 
-def _chosen(record: Any, where: str, model: ModelRouting) -> np.ndarray:
-    ids = to_numpy(value_of(record, "top_indices"), f"{where}: top_indices")
-    width = ids.shape[1] if ids.ndim == 2 else 0
-    top_k, rows = whole_of(record, "topk", where, width), whole_of(record, "num_tokens", where, len(ids) if ids.ndim else 0)
-    if ids.size == 0 and rows == 0 and 1 <= top_k <= model.num_experts:
+def _chosen(line: Record) -> np.ndarray:
+    ids, num_experts = to_numpy(line.value("top_indices"), f"{line.where}: top_indices"), line.model.num_experts
+    top_k = line.whole("topk", ids.shape[1] if ids.ndim == 2 else 0)
+    rows = line.whole("num_tokens", len(ids) if ids.ndim else 0)
+    if ids.size == 0 and rows == 0 and 1 <= top_k <= num_experts:
         return np.empty((0, top_k), np.int32)
     if ids.dtype.kind not in "iu" or ids.shape != (rows, top_k):
         raise TraceError(
-            f"{where}: top_indices has shape {ids.shape} and dtype {ids.dtype}; whole numbers "
+            f"{line.where}: top_indices has shape {ids.shape} and dtype {ids.dtype}; whole numbers "
             f"[num_tokens={rows}, topk={top_k}]."
         )
-    narrow = id_dtype(model.num_experts)
+    narrow = id_dtype(num_experts)
     # Lists become 64-bit numbers; ids in range fit the batch's dtype, others stay as they are, to be named in an error.
     fits = ids.size == 0 or (int(ids.min()) >= 0 and int(ids.max()) <= np.iinfo(narrow).max)
     return ids.astype(narrow) if fits else ids

@@ -7,23 +7,20 @@ that vLLM did not deliver is -1 throughout. Where turns were joined, the last ro
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from routepack.core.arrays import to_numpy
-from routepack.core.errors import TraceError
 from routepack.core.rollouts import RolloutBatch
 from routepack.traces.formats.assembler import Assembler
 from routepack.traces.formats.convention import Convention, Reason
 from routepack.traces.formats.exporting import rows_of, sequence_records
-from routepack.traces.formats.fields import joined_tokens, num_tokens_of, records_of, value_of, whole_numbers, whole_of
 from routepack.traces.formats.import_options import STRICT, Imported, ImportOptions
 from routepack.traces.formats.model_routing import ModelRouting
-from routepack.traces.formats.payloads import decoded, envelope
-from routepack.traces.formats.recorded_sequence import RecordedSequence, Segment
-from routepack.traces.formats.tensors import lengths_of, padded_ids
-from routepack.traces.formats.travelling import travelling
+from routepack.traces.formats.payloads import envelope
+from routepack.traces.formats.records import Record, RecordedSequence, Segment, whole_numbers
+from routepack.traces.formats.tensors import lengths_of, padded_ids, padded_tokens
 
 CONVENTION = Convention(
     stack="nemo-rl", switch="set policy.router_replay.enabled=true",
@@ -42,47 +39,33 @@ def load(source: Mapping[str, Any] | Iterable[Any], model: ModelRouting, *, opti
     if isinstance(source, Mapping) and "input_lengths" in source:
         _add_padded(assembler, source)
     else:
-        for number, record in enumerate(records_of(source, "nemo-rl")):
-            _add_messages(assembler, record, f"nemo-rl, message {number}")
+        for record in assembler.records(source, "message"):
+            assembler.add(_sequence(record))
     return assembler.finish()
 
 
 def _add_padded(assembler: Assembler, source: Mapping[str, Any]) -> None:
     ids = padded_ids(source.get("routed_experts"), "nemo-rl")
     lengths = lengths_of(source["input_lengths"], ids.shape[0], ids.shape[1], "nemo-rl")
-    token_ids = source.get("input_ids")
-    if token_ids is not None:
-        token_ids = to_numpy(token_ids, "nemo-rl: input_ids")
-        if token_ids.shape != ids.shape[:2]:
-            raise TraceError(f"nemo-rl: input_ids has shape {token_ids.shape}; {ids.shape[:2]} is needed.")
+    token_ids = padded_tokens(source.get("input_ids"), ids.shape[:2], "nemo-rl")
     for b, n in enumerate(lengths.tolist()):
         fields = {} if token_ids is None else {"token_ids": whole_numbers(token_ids[b, :n], "nemo-rl: input_ids")}
         segments = [Segment(ids_TLK=ids[b, : n - 1])] if n > 1 else []
         assembler.add(RecordedSequence(num_tokens=n, segments=segments, token_fields=fields))
 
 
-def _add_messages(assembler: Assembler, record: Any, where: str) -> None:
-    turns = value_of(record, "turns")
-    turns = [record] if turns is None else turns
-    if not isinstance(turns, list | tuple) or not turns:
-        raise TraceError(f"{where}: turns is a {type(turns).__name__}; a list of messages is needed.")
+def _sequence(record: Record) -> RecordedSequence:
+    turns = record.parts("turns", "messages") or [record]
     token_ids, num_tokens, segments = None, 0, []
     for turn in turns:
-        token_ids, num_tokens = _tokens(turn, where)
-        ids = decoded(value_of(turn, "routed_experts"), where, assembler.model, assembler.report)
-        if ids is not None:
-            start = whole_of(turn, "start", where, 0)
+        token_ids = turn.token_ids("prompt_token_ids", "generation_token_ids")
+        token_ids = turn.token_ids("token_ids") if token_ids is None else token_ids
+        num_tokens = turn.num_tokens(token_ids, "prompt_token_ids and generation_token_ids (or token_ids)")
+        for one in turn.routes(turn.value("routed_experts"), start=turn.whole("start", 0)):
             # The turn's last token was not fed in during it; its row, if there is one, is filler.
-            ends_with_filler = start + len(ids) == num_tokens
-            segments.append(Segment(ids_TLK=ids[:-1] if ends_with_filler else ids, start=start))
-    assembler.add(RecordedSequence(num_tokens=num_tokens, segments=segments, **travelling(record, token_ids, where)))
-
-
-def _tokens(message: Any, where: str) -> tuple[np.ndarray | None, int]:
-    token_ids = joined_tokens({name: value_of(message, name) for name in ("prompt_token_ids", "generation_token_ids")}, where)
-    if token_ids is None:
-        token_ids = joined_tokens({"token_ids": value_of(message, "token_ids")}, where)
-    return token_ids, num_tokens_of(message, token_ids, where, "prompt_token_ids and generation_token_ids (or token_ids)")
+            ends_with_filler = one.start + len(one.ids_TLK) == num_tokens
+            segments.append(replace(one, ids_TLK=one.ids_TLK[:-1]) if ends_with_filler else one)
+    return record.sequence(num_tokens, token_ids, segments)
 
 
 def export(batch: RolloutBatch, *, messages: bool = False) -> dict[str, Any] | list[dict[str, Any]]:

@@ -6,22 +6,21 @@ What was not recorded is said by ``valid``, or by -1 throughout a row; every oth
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from routepack.core.checks import MOST
 from routepack.core.errors import TraceError
 from routepack.core.rollouts import RolloutBatch
 from routepack.traces.formats.assembler import Assembler
 from routepack.traces.formats.convention import Convention, Reason
 from routepack.traces.formats.exporting import rows_of, sequence_records
-from routepack.traces.formats.fields import flat_array, num_tokens_of, records_of, value_of, whole_numbers
 from routepack.traces.formats.import_options import STRICT, Imported, ImportOptions
 from routepack.traces.formats.model_routing import ModelRouting
-from routepack.traces.formats.payloads import decoded
-from routepack.traces.formats.recorded_sequence import RecordedSequence, Segment
-from routepack.traces.formats.tensors import check_offsets, lengths_of, padded_ids, row_mask
-from routepack.traces.formats.travelling import travelling
+from routepack.traces.formats.records import Record, RecordedSequence, Segment, flat_array, whole_numbers
+from routepack.traces.formats.tensors import add_packed, check_count, lengths_of, packed_routes, padded_ids, row_mask
 
 CONVENTION = Convention(stack="arrays", switch="record routed_experts", missing=frozenset({Reason.MINUS}))
 
@@ -37,26 +36,15 @@ def load(source: Mapping[str, Any] | Iterable[Any], model: ModelRouting, *, opti
     if isinstance(source, Mapping) and ("cu_seqlens" in source or getattr(source.get("routed_experts"), "ndim", 0) == 4):
         (_add_packed if "cu_seqlens" in source else _add_padded)(assembler, source)
     else:
-        for number, record in enumerate(records_of(source, "arrays")):
-            _add_record(assembler, record, f"arrays, record {number}")
+        for record in assembler.records(source, "record"):
+            assembler.add(_sequence(record))
     return assembler.finish()
 
 
 def _add_packed(assembler: Assembler, source: Mapping[str, Any]) -> None:
-    ids = decoded(source.get("routed_experts"), "arrays", assembler.model, assembler.report)
-    if ids is None:
-        raise TraceError("arrays: there is no array routed_experts.")
-    offsets = whole_numbers(source["cu_seqlens"], "arrays: cu_seqlens")
-    check_offsets(offsets, len(ids), "arrays: cu_seqlens")
-    rows = np.diff(offsets)
-    num_tokens = rows if source.get("num_tokens") is None else whole_numbers(source["num_tokens"], "arrays: num_tokens")
-    valid = source.get("valid")
-    valid = None if valid is None else row_mask(valid, (len(ids),), "valid", "arrays")
-    per_sequence = _per_sequence(source, num_tokens, len(rows))
-    assembler.share(ids, rows.tolist(), num_tokens.tolist())
-    for s, (first, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
-        segment = Segment(ids_TLK=ids[first:end], valid_T=None if valid is None else valid[first:end])
-        assembler.add(RecordedSequence(num_tokens=int(num_tokens[s]), segments=[segment], **per_sequence[s]))
+    routes = packed_routes(assembler, source, "routed_experts")
+    valid_T = row_mask(source.get("valid"), routes[0].shape[:1], "valid", "arrays")
+    add_packed(assembler, routes, valid_T, _per_sequence(source, routes[2]))
 
 
 def _add_padded(assembler: Assembler, source: Mapping[str, Any]) -> None:
@@ -64,48 +52,40 @@ def _add_padded(assembler: Assembler, source: Mapping[str, Any]) -> None:
     if source.get("num_tokens") is None:
         raise TraceError("arrays: padded routes [S, n, L, K] need num_tokens [S].")
     num_tokens = lengths_of(source["num_tokens"], ids.shape[0], ids.shape[1] + 1, "arrays")
-    valid = source.get("valid")
-    valid = None if valid is None else row_mask(valid, ids.shape[:2], "valid", "arrays")
-    per_sequence = _per_sequence(source, num_tokens, len(ids))
-    for s, n in enumerate(num_tokens.tolist()):
+    valid = row_mask(source.get("valid"), ids.shape[:2], "valid", "arrays")
+    for s, extra in enumerate(_per_sequence(source, num_tokens)):
+        n = int(num_tokens[s])
         segment = Segment(ids_TLK=ids[s, :n], valid_T=None if valid is None else valid[s, :n])
-        assembler.add(RecordedSequence(num_tokens=n, segments=[segment], **per_sequence[s]))
+        assembler.add(RecordedSequence(num_tokens=n, segments=[segment], **extra))
 
 
-def _per_sequence(source: Mapping[str, Any], num_tokens: np.ndarray, sequences: int) -> list[dict[str, Any]]:
-    if len(num_tokens) != sequences:
-        raise TraceError(f"arrays: num_tokens has {len(num_tokens)} entries for {sequences} sequences.")
-    if len(num_tokens) and not 1 <= num_tokens.min() <= num_tokens.max() <= 2**48:
+def _per_sequence(source: Mapping[str, Any], num_tokens: np.ndarray) -> list[dict[str, Any]]:
+    """Group and token ids of each sequence, where there are any."""
+    if len(num_tokens) and not 1 <= num_tokens.min() <= num_tokens.max() <= MOST:
         raise TraceError(f"arrays: num_tokens holds {num_tokens.min()} .. {num_tokens.max()}; every sequence has at least one.")
-    groups = source.get("group_ids")
-    groups = None if groups is None else whole_numbers(groups, "arrays: group_ids")
-    if groups is not None and len(groups) != sequences:
-        raise TraceError(f"arrays: group_ids has {len(groups)} entries for {sequences} sequences.")
-    tokens = source.get("token_ids")
-    tokens = None if tokens is None else whole_numbers(tokens, "arrays: token_ids")
-    edges = [0] * (sequences + 1)
-    if tokens is not None:
-        edges = np.concatenate([[0], np.cumsum(num_tokens)]).tolist()
-        if edges[-1] != len(tokens):
-            raise TraceError(f"arrays: token_ids has {len(tokens)} entries; num_tokens adds up to {edges[-1]}.")
-    return [
-        {"group": None if groups is None else int(groups[s]),
-         "token_fields": {} if tokens is None else {"token_ids": tokens[edges[s] : edges[s + 1]]}}
-        for s in range(sequences)
-    ]  # fmt: skip
+    extra: list[dict[str, Any]] = [{} for _ in num_tokens]
+    if source.get("group_ids") is not None:
+        groups = whole_numbers(source["group_ids"], "arrays: group_ids")
+        check_count(groups, len(num_tokens), "arrays: group_ids")
+        extra = [{"group": group} for group in groups.tolist()]
+    if source.get("token_ids") is not None:
+        tokens, ends = whole_numbers(source["token_ids"], "arrays: token_ids"), np.cumsum(num_tokens)
+        if ends[-1:].sum() != len(tokens):
+            raise TraceError(f"arrays: token_ids has {len(tokens)} entries; num_tokens adds up to {num_tokens.sum()}.")
+        for fields, part in zip(extra, np.split(tokens, ends[:-1]), strict=False):
+            fields["token_fields"] = {"token_ids": part}
+    return extra
 
 
-def _add_record(assembler: Assembler, record: Any, where: str) -> None:
-    tokens = value_of(record, "token_ids", "tokens")
-    token_ids = None if tokens is None else whole_numbers(tokens, f"{where}: token_ids")
-    num_tokens = num_tokens_of(record, token_ids, where, "token_ids")
-    ids = decoded(value_of(record, "routed_experts"), where, assembler.model, assembler.report)
-    segments = []
-    if ids is not None:
-        valid = value_of(record, "valid")
-        valid = None if valid is None else row_mask(flat_array(valid, f"{where}: valid"), (len(ids),), "valid", where)
-        segments = [Segment(ids_TLK=ids, valid_T=valid)]
-    assembler.add(RecordedSequence(num_tokens=num_tokens, segments=segments, **travelling(record, token_ids, where)))
+def _sequence(record: Record) -> RecordedSequence:
+    token_ids = record.token_ids("token_ids" if record.value("token_ids") is not None else "tokens")
+    num_tokens = record.num_tokens(token_ids, "token_ids")
+    segments, valid = record.routes(record.value("routed_experts")), record.value("valid")
+    if segments and valid is not None:
+        shape = segments[0].ids_TLK.shape[:1]
+        valid_T = row_mask(flat_array(valid, f"{record.where}: valid"), shape, "valid", record.where)
+        segments = [replace(segments[0], valid_T=valid_T)]
+    return record.sequence(num_tokens, token_ids, segments)
 
 
 def export(batch: RolloutBatch, *, records: bool = False) -> dict[str, Any] | list[dict[str, Any]]:

@@ -17,12 +17,10 @@ from routepack.core.rollouts import RolloutBatch
 from routepack.traces.formats.assembler import Assembler
 from routepack.traces.formats.convention import Convention, Reason
 from routepack.traces.formats.exporting import rows_of, sequence_records
-from routepack.traces.formats.fields import num_tokens_of, records_of, value_of, whole_numbers, whole_of
 from routepack.traces.formats.import_options import STRICT, Imported, ImportOptions
 from routepack.traces.formats.model_routing import ModelRouting
-from routepack.traces.formats.payloads import decoded, encoded
-from routepack.traces.formats.recorded_sequence import RecordedSequence, Segment
-from routepack.traces.formats.travelling import travelling
+from routepack.traces.formats.payloads import encoded
+from routepack.traces.formats.records import Record, RecordedSequence, Segment, whole_numbers
 
 CONVENTION = Convention(
     stack="prime-rl", switch="set enable_return_routed_experts for inference and enable_router_replay for the trainer",
@@ -38,61 +36,48 @@ def load(source: Iterable[Any], model: ModelRouting, *, options: ImportOptions =
     (an array, or None) and ``sampled``.
     """
     assembler = Assembler(model, CONVENTION, options)
-    for number, record in enumerate(records_of(source, "prime-rl")):
-        where = f"prime-rl, sample {number}"
-        if value_of(record, "nodes") is not None:
-            assembler.add(_branch(record, where, model, assembler))
-        else:
-            assembler.add(_sample(record, where, model, assembler))
+    for record in assembler.records(source, "sample"):
+        nodes = record.parts("nodes", "message nodes")
+        assembler.add(_sample(record) if nodes is None else _branch(record, nodes, assembler))
     return assembler.finish()
 
 
-def _sample(record: Any, where: str, model: ModelRouting, assembler: Assembler) -> RecordedSequence:
-    tokens = value_of(record, "token_ids")
-    token_ids = None if tokens is None else whole_numbers(tokens, f"{where}: token_ids")
-    num_tokens = num_tokens_of(record, token_ids, where, "token_ids (or nodes)")
-    turns = value_of(record, "turns")
-    if turns is not None and not isinstance(turns, list | tuple):
-        raise TraceError(f"{where}: turns is a {type(turns).__name__}; a list of payloads is needed.")
-    payloads = [value_of(record, "routed_experts")] if turns is None else [_payload(turn) for turn in turns]
+def _sample(record: Record) -> RecordedSequence:
+    token_ids = record.token_ids("token_ids")
+    num_tokens = record.num_tokens(token_ids, "token_ids (or nodes)")
+    turns = record.parts("turns", "payloads", least=0)
+    payloads = [record.value("routed_experts")] if turns is None else [_payload(turn) for turn in turns]
     segments = []
     for payload in payloads:
-        ids = decoded(_as_mapping(payload), where, model, assembler.report)
-        if ids is not None:
-            segments.append(Segment(ids_TLK=ids, start=whole_of(payload, "start", where, 0)))
-    return RecordedSequence(num_tokens=num_tokens, segments=segments, **travelling(record, token_ids, where))
+        segments += record.routes(_as_mapping(record.part(payload)), start=record.part(payload).whole("start", 0))
+    return record.sequence(num_tokens, token_ids, segments)
 
 
-def _payload(turn: Any) -> Any:
-    payload = value_of(turn, "routed_experts")
-    return turn if payload is None else payload
+def _payload(turn: Record) -> Any:
+    payload = turn.value("routed_experts")
+    return turn.raw if payload is None else payload
 
 
-def _as_mapping(payload: Any) -> Any:
+def _as_mapping(payload: Record) -> Any:
     """prime-rl's samples hold a struct of raw bytes, whatever else an object may be."""
-    if isinstance(payload, np.ndarray) or hasattr(payload, "detach"):
-        return payload
-    if isinstance(value_of(payload, "data"), bytes | bytearray | str) and value_of(payload, "shape") is not None:
-        names = ("data", "shape", "dtype")
-        return {name: value_of(payload, name) for name in names if value_of(payload, name) is not None}
-    return payload
+    if isinstance(payload.raw, np.ndarray) or hasattr(payload.raw, "detach"):
+        return payload.raw
+    fields = {name: payload.value(name) for name in ("data", "shape", "dtype") if payload.value(name) is not None}
+    return fields if isinstance(fields.get("data"), bytes | bytearray | str) and "shape" in fields else payload.raw
 
 
-def _branch(record: Any, where: str, model: ModelRouting, assembler: Assembler) -> RecordedSequence:
-    nodes = value_of(record, "nodes")
-    if not isinstance(nodes, list | tuple) or not nodes:
-        raise TraceError(f"{where}: nodes is a {type(nodes).__name__}; a list of message nodes is needed.")
-    tokens = [whole_numbers(value_of(node, "token_ids"), f"{where}: token_ids") for node in nodes]
-    arrays = [decoded(_as_mapping(value_of(node, "routed_experts")), where, model, assembler.report) for node in nodes]
+def _branch(record: Record, nodes: list[Record], assembler: Assembler) -> RecordedSequence:
+    tokens = [whole_numbers(node.value("token_ids"), f"{node.where}: token_ids") for node in nodes]
+    routes = [node.routes(_as_mapping(node.part(node.value("routed_experts")))) for node in nodes]
+    arrays = [segments[0].ids_TLK if segments else None for segments in routes]
     known = [ids for ids in arrays if ids is not None]
     token_ids, segments, doubtful = np.concatenate(tokens), [], []
     if known:
         joined = _joined(arrays, [len(part) for part in tokens], known[0], assembler)
         segments = [] if joined is None else [Segment(ids_TLK=joined[0], valid_T=joined[1])]
         ends = np.cumsum([len(part) for part in tokens]) - 1
-        doubtful = [int(end) for end, node in zip(ends, nodes, strict=True) if value_of(node, "sampled") is not False]
-    fields = travelling(record, token_ids, where)
-    return RecordedSequence(num_tokens=len(token_ids), segments=segments, doubtful=doubtful, **fields)
+        doubtful = [int(end) for end, node in zip(ends, nodes, strict=True) if node.value("sampled") is not False]
+    return record.sequence(len(token_ids), token_ids, segments, doubtful)
 
 
 def _joined(

@@ -17,12 +17,10 @@ from routepack.core.rollouts import RolloutBatch
 from routepack.traces.formats.assembler import Assembler
 from routepack.traces.formats.convention import Convention, Reason
 from routepack.traces.formats.exporting import rows_of, sequence_records
-from routepack.traces.formats.fields import records_of, value_of, whole_numbers, whole_of
 from routepack.traces.formats.import_options import STRICT, Imported, ImportOptions
 from routepack.traces.formats.model_routing import ModelRouting
-from routepack.traces.formats.payloads import decoded, encoded
-from routepack.traces.formats.recorded_sequence import RecordedSequence, Segment
-from routepack.traces.formats.travelling import travelling
+from routepack.traces.formats.payloads import encoded
+from routepack.traces.formats.records import Record, RecordedSequence, Segment
 
 CONVENTION = Convention(
     stack="sglang",
@@ -38,41 +36,31 @@ def load(source: Iterable[Any], model: ModelRouting, *, options: ImportOptions =
     ``output_ids``, or ``token_ids`` of the whole sequence. Flat arrays need *model*'s num_layers and top_k.
     """
     assembler = Assembler(model, CONVENTION, options)
-    for number, record in enumerate(records_of(source, "sglang")):
-        where = f"sglang, record {number}"
-        turns = value_of(record, "turns")
-        turns = [record] if turns is None else turns
-        if not isinstance(turns, list | tuple) or not turns:
-            raise TraceError(f"{where}: turns is a {type(turns).__name__}; a list of responses is needed.")
-        parts = [_turn(turn, where, model, assembler) for turn in turns]
-        token_ids = _token_ids(record, turns[-1], where)
-        segments = [segment for _, segment in parts if segment is not None]
-        assembler.add(RecordedSequence(num_tokens=parts[-1][0], segments=segments, **travelling(record, token_ids, where)))
+    for record in assembler.records(source, "record"):
+        assembler.add(_sequence(record))
     return assembler.finish()
 
 
-def _turn(turn: Any, where: str, model: ModelRouting, assembler: Assembler) -> tuple[int, Segment | None]:
-    meta = value_of(turn, "meta_info")
-    if meta is None:
-        raise TraceError(f"{where}: a response has a meta_info; this one has none.")
-    num_tokens = whole_of(meta, "prompt_tokens", where) + whole_of(meta, "completion_tokens", where)
-    start = whole_of(meta, "routed_experts_start_len", where, whole_of(turn, "routed_experts_start_len", where, 0))
-    dtype = value_of(meta, "routed_experts_dtype")
-    ids = decoded(
-        value_of(meta, "routed_experts"), where, model, assembler.report,
-        dtype="int32" if dtype is None else dtype, num_rows=num_tokens - 1 - start,
-    )  # fmt: skip
-    return num_tokens, None if ids is None else Segment(ids_TLK=ids, start=start)
+def _sequence(record: Record) -> RecordedSequence:
+    turns = record.parts("turns", "responses") or [record]
+    responses = [_response(turn) for turn in turns]
+    token_ids, last = record.token_ids("token_ids"), turns[-1]
+    if token_ids is None and last.value("input_ids") is not None and last.value("output_ids") is not None:
+        token_ids = last.token_ids("input_ids", "output_ids")
+    segments = [segment for _, routes in responses for segment in routes]
+    return record.sequence(responses[-1][0], token_ids, segments)
 
 
-def _token_ids(record: Any, last: Any, where: str) -> np.ndarray | None:
-    whole = value_of(record, "token_ids")
-    if whole is not None:
-        return whole_numbers(whole, f"{where}: token_ids")
-    prompt, output = value_of(last, "input_ids"), value_of(last, "output_ids")
-    if prompt is None or output is None:
-        return None
-    return np.concatenate([whole_numbers(prompt, f"{where}: input_ids"), whole_numbers(output, f"{where}: output_ids")])
+def _response(turn: Record) -> tuple[int, list[Segment]]:
+    """The tokens of a response's whole context, and the rows that it brought."""
+    meta = turn.part(turn.value("meta_info"))
+    if meta.raw is None:
+        raise TraceError(f"{turn.where}: a response has a meta_info; this one has none.")
+    num_tokens = meta.whole("prompt_tokens") + meta.whole("completion_tokens")
+    start = meta.whole("routed_experts_start_len", turn.whole("routed_experts_start_len", 0))
+    dtype = meta.value("routed_experts_dtype")
+    form = {"dtype": "int32" if dtype is None else dtype, "num_rows": num_tokens - 1 - start}
+    return num_tokens, turn.routes(meta.value("routed_experts"), start=start, **form)
 
 
 def export(batch: RolloutBatch, *, prompt_tokens: int = 1) -> list[dict[str, Any]]:

@@ -11,18 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from routepack.core.errors import TraceError
 from routepack.core.rollouts import RolloutBatch
 from routepack.traces.formats.assembler import Assembler
 from routepack.traces.formats.convention import Convention
-from routepack.traces.formats.exporting import rows_of
-from routepack.traces.formats.fields import joined_tokens, num_tokens_of, records_of, value_of, whole_numbers
+from routepack.traces.formats.exporting import padded_left, token_rows
 from routepack.traces.formats.import_options import STRICT, Imported, ImportOptions
 from routepack.traces.formats.model_routing import ModelRouting
-from routepack.traces.formats.payloads import checked_ids, decoded
-from routepack.traces.formats.recorded_sequence import RecordedSequence, Segment
-from routepack.traces.formats.tensors import attended, check_offsets, padded_ids, row_mask, span_of
-from routepack.traces.formats.travelling import travelling
+from routepack.traces.formats.records import Record, RecordedSequence
+from routepack.traces.formats.tensors import add_packed, add_padded, attended, packed_routes, padded_ids, row_mask
 
 FIELD = "rollout_expert_indices"
 CONVENTION = Convention(
@@ -45,52 +41,33 @@ def load(source: Mapping[str, Any] | Iterable[Any], model: ModelRouting, *, opti
     elif isinstance(source, Mapping) and "attention_mask" in source:
         _add_padded(assembler, source)
     else:
-        for number, record in enumerate(records_of(source, "skyrl")):
-            _add_trajectory(assembler, record, f"skyrl, trajectory {number}")
+        for record in assembler.records(source, "trajectory"):
+            assembler.add(_trajectory(record))
     return assembler.finish()
 
 
 def _add_padded(assembler: Assembler, source: Mapping[str, Any]) -> None:
     ids = padded_ids(source.get(FIELD), "skyrl")
     mask = attended(source["attention_mask"], ids.shape[0], ids.shape[1], "skyrl")
-    padding = source.get("router_padding_mask")
-    real = None if padding is None else ~row_mask(padding, mask.shape, "router_padding_mask", "skyrl")
-    for b in range(len(ids)):
-        where = span_of(mask[b])
-        segment = Segment(ids_TLK=ids[b][where], valid_T=None if real is None else real[b][where])
-        assembler.add(RecordedSequence(num_tokens=int(mask[b].sum()), segments=[segment]))
+    add_padded(assembler, ids, mask, _delivered(source, mask.shape), None)
 
 
 def _add_packed(assembler: Assembler, source: Mapping[str, Any]) -> None:
-    value = source.get(FIELD, source.get("routed_experts"))
-    ids = decoded(value, "skyrl", assembler.model, assembler.report)
-    if ids is None:
-        raise TraceError(f"skyrl: packed routes need {FIELD} [rows, layers, top_k] beside cu_seqlens.")
-    ids = checked_ids(ids, "skyrl", assembler.model)
-    offsets = whole_numbers(source["cu_seqlens"], "skyrl: cu_seqlens")
-    check_offsets(offsets, len(ids), "skyrl: cu_seqlens")
-    rows = np.diff(offsets)
-    tokens = source.get("num_tokens")
-    # Without their number every token has its row, as in the tensors that SkyRL packs.
-    num_tokens = rows if tokens is None else whole_numbers(tokens, "skyrl: num_tokens")
-    if len(num_tokens) != len(rows):
-        raise TraceError(f"skyrl: num_tokens has {len(num_tokens)} entries; cu_seqlens has {len(rows)} sequences.")
-    padding = source.get("router_padding_mask")
-    real = None if padding is None else ~row_mask(padding, (len(ids),), "router_padding_mask", "skyrl")
-    assembler.share(ids, rows.tolist(), num_tokens.tolist())
-    for b, (first, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
-        segment = Segment(ids_TLK=ids[first:end], valid_T=None if real is None else real[first:end])
-        assembler.add(RecordedSequence(num_tokens=int(num_tokens[b]), segments=[segment]))
+    # Without num_tokens every token has its row, as in the tensors that SkyRL packs.
+    routes = packed_routes(assembler, source, FIELD if FIELD in source else "routed_experts")
+    add_packed(assembler, routes, _delivered(source, routes[0].shape[:1]))
 
 
-def _add_trajectory(assembler: Assembler, record: Any, where: str) -> None:
-    token_ids = joined_tokens({"token_ids": value_of(record, "token_ids")}, where)
-    if token_ids is None:
-        token_ids = joined_tokens({name: value_of(record, name) for name in ("prompt_ids", "response_ids")}, where)
-    num_tokens = num_tokens_of(record, token_ids, where, "prompt_ids and response_ids (or token_ids)")
-    ids = decoded(value_of(record, FIELD), where, assembler.model, assembler.report)
-    segments = [] if ids is None else [Segment(ids_TLK=ids)]
-    assembler.add(RecordedSequence(num_tokens=num_tokens, segments=segments, **travelling(record, token_ids, where)))
+def _delivered(source: Mapping[str, Any], shape: tuple[int, ...]) -> np.ndarray | None:
+    padding = row_mask(source.get("router_padding_mask"), shape, "router_padding_mask", "skyrl")
+    return None if padding is None else ~padding
+
+
+def _trajectory(record: Record) -> RecordedSequence:
+    token_ids = record.token_ids("token_ids")
+    token_ids = record.token_ids("prompt_ids", "response_ids") if token_ids is None else token_ids
+    num_tokens = record.num_tokens(token_ids, "prompt_ids and response_ids (or token_ids)")
+    return record.sequence(num_tokens, token_ids, record.routes(record.value(FIELD)))
 
 
 def export(batch: RolloutBatch, *, packed: bool = False) -> dict[str, Any]:
@@ -99,19 +76,15 @@ def export(batch: RolloutBatch, *, packed: bool = False) -> dict[str, Any]:
     0 .. top_k - 1 and the mask stand where nothing was recorded.
     """
     dtype = np.uint8 if batch.num_experts <= 256 else np.int16 if batch.num_experts <= 32_768 else np.int32
-    n_S = batch.num_tokens_S.tolist()
-    filled = np.broadcast_to(np.arange(batch.top_k, dtype=dtype), (batch.num_layers, batch.top_k))
-    rows = [rows_of(batch, s, dtype, missing="arange", num_rows=n) for s, n in enumerate(n_S)]
-    rows = [np.broadcast_to(filled, (n, *filled.shape)) if ids is None else ids for ids, n in zip(rows, n_S, strict=True)]
-    lost = [_lost(batch, s, n) for s, n in enumerate(n_S)]
+    rows = token_rows(batch, dtype, "arange")
+    lost = [_lost(batch, s, len(ids)) for s, ids in enumerate(rows)]
     if packed:
         return {FIELD: np.concatenate(rows), "cu_seqlens": batch.cu_tokens, "router_padding_mask": np.concatenate(lost)}
-    width = max(n_S)
-    padded = np.broadcast_to(filled, (len(n_S), width, *filled.shape)).copy()
-    mask, padding = np.zeros((len(n_S), width), bool), np.ones((len(n_S), width), bool)
-    for s, n in enumerate(n_S):
-        padded[s, width - n :], mask[s, width - n :], padding[s, width - n :] = rows[s], True, lost[s]
-    return {FIELD: padded, "attention_mask": mask, "router_padding_mask": padding}
+    return {
+        FIELD: padded_left(rows, np.arange(batch.top_k)),
+        "attention_mask": padded_left([np.ones(len(ids), bool) for ids in rows], 0),
+        "router_padding_mask": padded_left(lost, 1),
+    }
 
 
 def _lost(batch: RolloutBatch, s: int, num_tokens: int) -> np.ndarray:

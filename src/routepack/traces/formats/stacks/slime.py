@@ -7,21 +7,18 @@ appends rows of 0, 1, 2, ... modulo E; a sample taken from there has that in its
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from routepack.core.errors import TraceError
 from routepack.core.rollouts import RolloutBatch
 from routepack.traces.formats.assembler import Assembler
 from routepack.traces.formats.convention import Convention
 from routepack.traces.formats.exporting import rows_of, sequence_records
-from routepack.traces.formats.fields import num_tokens_of, records_of, value_of, whole_numbers, whole_of
 from routepack.traces.formats.import_options import STRICT, Imported, ImportOptions
 from routepack.traces.formats.model_routing import ModelRouting
-from routepack.traces.formats.payloads import decoded
-from routepack.traces.formats.recorded_sequence import RecordedSequence, Segment
-from routepack.traces.formats.travelling import travelling
+from routepack.traces.formats.records import Record, RecordedSequence, Segment
 
 FIELD = "rollout_routed_experts"
 CONVENTION = Convention(stack="slime", switch="train with --use-rollout-routing-replay")
@@ -38,29 +35,25 @@ def load(source: Iterable[Any], model: ModelRouting, *, options: ImportOptions =
 def load_samples(source: Iterable[Any], model: ModelRouting, convention: Convention, options: ImportOptions) -> Imported:
     """Samples of slime's form under *convention*: miles has the same class with another filler."""
     assembler = Assembler(model, convention, options)
-    for number, sample in enumerate(records_of(source, convention.stack)):
-        where = f"{convention.stack}, sample {number}"
-        tokens = value_of(sample, "tokens")
-        token_ids = None if tokens is None else whole_numbers(tokens, f"{where}: tokens")
-        num_tokens = num_tokens_of(sample, token_ids, where, "tokens")
-        segments = _segments(sample, where, model, assembler, num_tokens)
-        assembler.add(RecordedSequence(num_tokens=num_tokens, segments=segments, **travelling(sample, token_ids, where)))
+    for sample in assembler.records(source, "sample"):
+        assembler.add(_sequence(sample))
     return assembler.finish()
 
 
-def _segments(sample: Any, where: str, model: ModelRouting, assembler: Assembler, num_tokens: int) -> list[Segment]:
-    turns = value_of(sample, "turns")
+def _sequence(sample: Record) -> RecordedSequence:
+    token_ids = sample.token_ids("tokens")
+    num_tokens = sample.num_tokens(token_ids, "tokens")
+    turns = sample.parts("turns", "routes with their start", least=0)
     if turns is None:
-        ids = decoded(value_of(sample, FIELD), where, model, assembler.report)
-        return [] if ids is None else [Segment(ids_TLK=ids, valid_T=_real(ids, num_tokens, model))]
-    if not isinstance(turns, list | tuple):
-        raise TraceError(f"{where}: turns is a {type(turns).__name__}; a list of routes with their start is needed.")
-    segments = []
-    for turn in turns:
-        ids = decoded(value_of(turn, "routed_experts", FIELD), where, model, assembler.report)
-        if ids is not None:
-            segments.append(Segment(ids_TLK=ids, start=whole_of(turn, "routed_experts_start_len", where, 0)))
-    return segments
+        routes = sample.routes(sample.value(FIELD))
+        segments = [replace(one, valid_T=_real(one.ids_TLK, num_tokens, sample.model)) for one in routes]
+    else:
+        segments = [segment for turn in turns for segment in _turn(turn)]
+    return sample.sequence(num_tokens, token_ids, segments)
+
+
+def _turn(turn: Record) -> list[Segment]:
+    return turn.routes(turn.value("routed_experts", FIELD), start=turn.whole("routed_experts_start_len", 0))
 
 
 def _real(ids_TLK: np.ndarray, num_tokens: int, model: ModelRouting) -> np.ndarray | None:

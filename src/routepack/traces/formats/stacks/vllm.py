@@ -13,17 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from routepack.core.errors import TraceError
 from routepack.core.rollouts import RolloutBatch
 from routepack.traces.formats.assembler import Assembler
 from routepack.traces.formats.convention import Convention, Reason
 from routepack.traces.formats.exporting import rows_of, sequence_records
-from routepack.traces.formats.fields import joined_tokens, num_tokens_of, records_of, value_of, whole_of
 from routepack.traces.formats.import_options import STRICT, Imported, ImportOptions
 from routepack.traces.formats.model_routing import ModelRouting
-from routepack.traces.formats.payloads import decoded
-from routepack.traces.formats.recorded_sequence import RecordedSequence, Segment
-from routepack.traces.formats.travelling import travelling
+from routepack.traces.formats.records import Record, RecordedSequence
 
 CONVENTION = Convention(
     stack="vllm", switch="start the engine with enable_return_routed_experts=True", missing=frozenset({Reason.ZEROS})
@@ -38,36 +34,25 @@ def load(source: Iterable[Any], model: ModelRouting, *, options: ImportOptions =
     a stream, merged by absolute position.
     """
     assembler = Assembler(model, CONVENTION, options)
-    for number, record in enumerate(records_of(source, "vllm")):
-        assembler.add(_sequence(record, f"vllm, record {number}", model, assembler))
+    for record in assembler.records(source, "record"):
+        assembler.add(_sequence(record))
     return assembler.finish()
 
 
-def _sequence(record: Any, where: str, model: ModelRouting, assembler: Assembler) -> RecordedSequence:
-    num_tokens, fields = tokens_of(record, where)
-    parts = value_of(record, "deltas")
-    if parts is None:
-        parts = [record] if value_of(record, "routed_experts") is not None else []
-    if not isinstance(parts, list | tuple):
-        raise TraceError(f"{where}: deltas is a {type(parts).__name__}; a list of routes with their start is needed.")
-    prompt = decoded(value_of(record, "prompt_routed_experts"), where, model, assembler.report)
-    segments = [] if prompt is None else [Segment(ids_TLK=prompt)]
-    for part in parts:
-        payload = value_of(part, "routed_experts")
-        ids = decoded(part if payload is None else payload, where, model, assembler.report)
-        default = 0 if prompt is None else len(prompt)
-        begin = whole_of(part, "start", where, whole_of(payload, "start", where, default) if payload is not None else default)
-        if ids is not None:
-            segments.append(Segment(ids_TLK=ids, start=begin))
-    return RecordedSequence(num_tokens=num_tokens, segments=segments, **fields)
-
-
-def tokens_of(record: Any, where: str) -> tuple[int, dict[str, Any]]:
-    """How many tokens a record has, and what travels with them."""
-    parts = {"prompt_token_ids": value_of(record, "prompt_token_ids"), "token_ids": value_of(record, "token_ids", "tokens")}
-    token_ids = joined_tokens(parts, where)
-    num_tokens = num_tokens_of(record, token_ids, where, "prompt_token_ids and token_ids")
-    return num_tokens, travelling(record, token_ids, where)
+def _sequence(record: Record) -> RecordedSequence:
+    deltas = record.parts("deltas", "routes with their start", least=0)
+    if deltas is None:
+        deltas = [record] if record.value("routed_experts") is not None else []
+    segments = record.routes(record.value("prompt_routed_experts"))
+    after_prompt = len(segments[0].ids_TLK) if segments else 0
+    for delta in deltas:
+        payload = delta.value("routed_experts")
+        payload = delta.raw if payload is None else payload
+        start = delta.whole("start", record.part(payload).whole("start", after_prompt))
+        segments += record.routes(payload, start=start)
+    names = ("prompt_token_ids", "token_ids" if record.value("token_ids") is not None else "tokens")
+    token_ids = record.token_ids(*names)
+    return record.sequence(record.num_tokens(token_ids, "prompt_token_ids and token_ids"), token_ids, segments)
 
 
 def export(batch: RolloutBatch) -> list[dict[str, Any]]:
