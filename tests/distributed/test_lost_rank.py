@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-NAMES = ("first", "meet", "agree", "from_rank", "from_all", "sum_over_ranks", "max_over_ranks", "exchange", "messages to a rank",
-         "messages from a rank")  # fmt: skip
+NAMES = ("first", "meet", "agree", "from_rank", "from_all", "sum_over_ranks", "max_over_ranks", "exchange",
+         "messages to a rank", "messages from a rank")  # fmt: skip
 
 
 # Where the other rank is silent, the first call alone waits for it, so two kinds of waiting come first in turn.

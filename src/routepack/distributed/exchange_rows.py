@@ -1,8 +1,8 @@
 """Rows of sharded tensors change places among ranks: in place, bit for bit, through staging memory of a fixed size.
 
-A row is an expert's slot. The move goes in rounds; in each, every moving row sends the same range of its bytes. All of these have
-left before the first is overwritten, so any permutation can be carried out in place, and the width of the range sets the
-memory (docs/design/moves.md).
+A row is an expert's slot. The move goes in rounds; in each, every moving row sends the same range of its bytes. All of these
+have left before the first is overwritten, so any permutation can be carried out in place, and the width of the range sets
+the memory (docs/design/moves.md).
 """
 
 from __future__ import annotations
