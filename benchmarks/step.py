@@ -140,7 +140,7 @@ class Bench:
         from routepack.distributed import collectives
 
         demand = self.rp.RoutingDemandCollector().collect(batch)
-        plan = collectives.broadcast_plan(self.planner(rerouter, packer, **rules).plan(demand) if self.rank == 0 else None)
+        plan = collectives.from_rank(0, lambda: self.planner(rerouter, packer, **rules).plan(demand), "plan")
         return Placed(batch, plan, StepLoads.planned(plan, demand))
 
     def arms(self, batch):

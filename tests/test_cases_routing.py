@@ -8,9 +8,10 @@ import pytest
 
 from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.errors import ConfigError, TraceError
-from routepack.core.plans import ExpertPlacement
+from routepack.core.plans import Certificate, ExpertPlacement, Packing, Plan, Topology
 from routepack.core.rollouts import RolloutBatch
-from routepack.microbatches.token_layout import PADDING, lay_out, lay_out_routes, packed_layout, spread_routes, truncate
+from routepack.microbatches.materialize import microbatches, spread_routes
+from routepack.microbatches.truncate import truncate
 from routepack.testing import synthetic_batch
 from routepack.traces import formats
 from routepack.traces.formats import ImportOptions, ModelRouting
@@ -265,27 +266,51 @@ def test_verl_7524_a_hundred_padding_rows_spread_over_the_ranks():
     assert (np.diff(np.sort(rows, axis=2), axis=2) > 0).all()
 
 
-def test_miles_2697_filler_goes_by_the_padding_s_number_not_by_its_place():
-    """Padding of many short sequences: filler that started over at each would load one rank."""
-    layout = packed_layout(np.full(64, 7), pad_sequences_to=8)
-    placement = ExpertPlacement.identity(4, 64)
-    filled = lay_out_routes(routes(64 * 7, top_k=8), layout, placement, 8)[layout.source_n == PADDING]
+def padded_microbatches(routes_TLK, num_tokens_S, *, experts, multiple, ep=1):
+    """Each rank's only microbatch, of one sequence, padded; experts stand where they began."""
+    S, placement = len(num_tokens_S), ExpertPlacement.identity(routes_TLK.shape[1], experts)
+    batch = RolloutBatch(
+        routed_experts_TLK=routes_TLK,
+        cu_seqlens=np.cumsum([0, *num_tokens_S]),
+        num_tokens_S=num_tokens_S,
+        num_experts=experts,
+        token_fields={"token_ids": np.arange(sum(num_tokens_S))},
+    )
+    plan = Plan(
+        topology=Topology(data_parallel_degree=S, expert_parallel_degree=ep),
+        placement=placement,
+        packing=Packing(cell_of_S=np.arange(S), num_microbatches=1, data_parallel_degree=S),
+        length_S=batch.num_tokens_S,
+        max_tokens=1_000,
+        sync="step",
+        value=1.0,
+        bound=1.0,
+        baseline_value=1.0,
+        certificate=Certificate(num_microbatches=1, lower_bound=1, method="none"),
+    )
+    return [microbatches(plan, batch, rank, pad_to_multiple_of=multiple)[0] for rank in range(S)], placement
+
+
+@pytest.mark.parametrize("top_k", [4, 8])
+def test_miles_2697_filler_goes_by_the_padding_s_number_not_by_its_place(top_k):
+    """Padding of many short sequences: filler that started over at each would load some ranks alone."""
+    cells, placement = padded_microbatches(routes(64 * 8, top_k=top_k), [8] * 64, experts=64, multiple=8, ep=8)
+    filled = np.concatenate([cell.routed_experts_nLK[cell.cu_seqlens[-1] :] for cell in cells])
     assert len(filled) == 64
-    assert all(load.tolist() == [64] * 8 for load in load_of_ranks(filled, placement, 8))
+    assert all(load.tolist() == [8 * top_k] * 8 for load in load_of_ranks(filled, placement, 8))
 
 
 def test_SkyRL_2091_ids_are_widened_before_filler_is_written():
-    layout = packed_layout(np.array([3]), pad_to_multiple_of=128)
-    filled = lay_out_routes(routes(3).astype(np.uint8), layout, ExpertPlacement.identity(4, 512), 8)
+    (cell,), placement = padded_microbatches(routes(4).astype(np.uint8), [4], experts=512, multiple=128)
+    filled = cell.routed_experts_nLK
     assert filled.max() > 255
-    assert np.array_equal(filled[3:], spread_routes(np.arange(125), 4, ExpertPlacement.identity(4, 512), 8))
-    assert lay_out(np.zeros(3, np.uint8), layout, 300)[-1] == 300
+    assert np.array_equal(filled[3:], spread_routes(np.arange(125), 4, placement, 1))
 
 
 def test_prime_rl_3350_slime_941_padding_is_never_all_expert_0():
-    layout = packed_layout(np.array([5, 2]), pad_sequences_to=4, pad_to_multiple_of=16)
-    filled = lay_out_routes(routes(7), layout, ExpertPlacement.identity(4, 64), 4)[layout.source_n == PADDING]
+    (cell,), placement = padded_microbatches(routes(8), [8], experts=64, multiple=16)
+    filled = cell.routed_experts_nLK[cell.cu_seqlens[-1] :]
     assert len(filled) == 9
     assert filled.any(axis=(1, 2)).all()
     with pytest.raises(ConfigError, match="does not divide the 64 experts"):
-        lay_out_routes(routes(7), layout, ExpertPlacement.identity(4, 64), 7)
+        spread_routes(np.arange(9), 4, placement, 7)

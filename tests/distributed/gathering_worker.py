@@ -66,20 +66,22 @@ def main():
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
     results, sent = {}, []
-    plain = collectives.gather_bytes
+    plain = collectives.from_all
 
-    def counted(payload, *, device="cpu"):
-        sent.append(len(payload))
-        return plain(payload, device=device)
+    def counted(share, what):
+        """What leaves this rank: the arrays' bytes, and all that is pickled."""
+        parts = [] if share.demand is None else [*vars(share.demand).values(), share.coverage_S, share.positions_S]
+        sent.append((sum(part.nbytes for part in parts if isinstance(part, np.ndarray)), len(pickle.dumps(share))))
+        return plain(share, what)
 
-    gather_demand.gather_bytes = counted
+    gather_demand.from_all = counted
     for name, batch, positions in cases(rank, ranks):
         sent.clear()
         try:
             demand = gather_demand.collect_demand(RoutingDemandCollector(), batch, positions_S=positions)
             results[name] = {
                 "digest": demand.digest, "layers": demand.layer_ids_L.tolist(), "groups": demand.group_S.tolist(),
-                "estimated": demand.estimated_S.tolist(), "masked": demand.num_masked_rows, "sent": sum(sent),
+                "estimated": demand.estimated_S.tolist(), "masked": demand.num_masked_rows, "sent": list(sent),
             }  # fmt: skip
         except RoutePackError as error:
             results[name] = f"{type(error).__name__}: {error}"

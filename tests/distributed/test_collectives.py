@@ -23,9 +23,20 @@ def test_an_error_is_raised_where_it_arose():
         collectives.agree("ab" * 32, "plan", error=TraceError("mine"))
 
 
-def test_a_plan_that_nobody_made_cannot_be_shared():
-    with pytest.raises(PlanError, match="rank 0 has no plan"):
-        collectives.broadcast_plan(None)
+def test_a_plan_that_cannot_be_made_cannot_be_shared(monkeypatch):
+    with pytest.raises(TraceError, match="no window"):
+        collectives.from_rank(0, refuse, "plan")
+    monkeypatch.setattr(collectives, "num_ranks", lambda: 2)
+    monkeypatch.setattr(collectives, "this_rank", lambda: 1)
+    monkeypatch.setattr(
+        dist, "broadcast_object_list", lambda shared, src: shared.__setitem__(0, (None, "TraceError: no window"))
+    )
+    with pytest.raises(PlanError, match="rank 0 could not make the plan: TraceError: no window"):
+        collectives.from_rank(0, refuse, "plan")
+
+
+def refuse():
+    raise TraceError("no window")
 
 
 def test_a_lost_peer_is_named_with_what_was_going_on():
@@ -34,9 +45,27 @@ def test_a_lost_peer_is_named_with_what_was_going_on():
         raise RuntimeError("[gloo/x.cc:1] Connection closed\nmore")
 
 
-def test_an_error_that_is_not_the_transports_passes():
-    with pytest.raises(RuntimeError, match="shape"), collectives.together("experts moved"):
-        raise RuntimeError("shape mismatch")
+def test_a_connection_that_gloo_gave_up_is_a_lost_peer():
+    with pytest.raises(RankLostError, match="while experts moved"), collectives.together("experts moved"):
+        raise RuntimeError("Application timeout caused pair closure")
+
+
+@pytest.mark.parametrize("kind", [dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError, dist.DistError])
+def test_torchs_own_errors_are_told_by_their_type(kind):
+    with pytest.raises(RankLostError, match=r"while experts moved \(no answer\)"), collectives.together("experts moved"):
+        raise kind("no answer")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["shape mismatch", "my timeout", "Connection closed by peer", "gloo and nccl differ", "the grader's ProcessGroup timed out",
+     "in [x/gloo/pair.cc:1] nothing", "[my/loss.cc:7] Timed out waiting"],
+)  # fmt: skip
+def test_an_error_that_is_not_the_transports_passes(text):
+    error = RuntimeError(text)
+    with pytest.raises(RuntimeError) as caught, collectives.together("experts moved"):
+        raise error
+    assert caught.value is error
 
 
 COLLECTIVES = {
@@ -46,8 +75,7 @@ COLLECTIVES = {
     "from_all": lambda: collectives.from_all(1, "the layout"),
     "sum_over_ranks": lambda: collectives.sum_over_ranks(torch.zeros(1)),
     "max_over_ranks": lambda: collectives.max_over_ranks(torch.zeros(1)),
-    "gather_bytes": lambda: collectives.gather_bytes(b"demand"),
-    "exchange": lambda: collectives.exchange(torch.zeros(1), torch.zeros(1), [0, 1], [0, 1]),
+    "exchange": lambda: collectives.exchange([b"for rank 0", b"for rank 1"], "sequences"),
     "begin_messages": lambda: collectives.begin_messages([(1, torch.zeros(1))], []),
 }
 
@@ -55,7 +83,7 @@ COLLECTIVES = {
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_every_collective_names_a_lost_rank(collective, monkeypatch):
     def lost(*_, **__):
-        raise RuntimeError("Connection closed by peer")
+        raise RuntimeError("[/src/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
     monkeypatch.setattr(collectives, "num_ranks", lambda: 2)
     for name in ("barrier", "all_reduce", "all_gather", "all_gather_object", "broadcast_object_list", "all_to_all_single",

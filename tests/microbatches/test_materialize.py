@@ -1,3 +1,5 @@
+from itertools import islice
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -6,7 +8,7 @@ from hypothesis import strategies as st
 from routepack.core.errors import ConfigError, PlanError, TraceError
 from routepack.core.plans import Certificate, ExpertPlacement, Packing, Plan, Topology
 from routepack.core.rollouts import RolloutBatch
-from routepack.microbatches.materialize import NATIVE, NO_TARGET, microbatches, padding_routes, scatter_back
+from routepack.microbatches.materialize import NATIVE, NO_TARGET, microbatches, scatter_back, spread_routes
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 3, 8, 2
 
@@ -89,11 +91,12 @@ def test_positions_restart_with_each_sequence(window):
         assert np.array_equal(np.flatnonzero(cell.positions_n == 0), cell.cu_seqlens[:-1])
 
 
-@given(windows())
-def test_routes_stand_beside_the_token_that_was_fed_in(window):
+@given(windows(), st.sampled_from([1, 4, 16]))
+def test_routes_stand_beside_the_token_that_was_fed_in(window, multiple):
     batch, plan, ranks = window
-    for cell in all_cells(batch, plan, ranks):
-        for token, route in zip(cell.token_ids_n, cell.routed_experts_nLK, strict=True):
+    for cell in all_cells(batch, plan, ranks, pad_to_multiple_of=multiple):
+        fed = zip(cell.token_ids_n, cell.routed_experts_nLK, strict=True)
+        for token, route in islice(fed, cell.num_tokens - cell.num_padding):
             rows = batch.routed_experts_of(token // 1000)
             recorded = rows[token % 1000] if token % 1000 < len(rows) else NATIVE
             assert (route == recorded).all()
@@ -122,15 +125,48 @@ def test_padding_fills_to_the_multiple_and_predicts_nothing(window, multiple):
 
 
 @given(st.integers(1, 40), st.sampled_from([1, 2, 4, 8]), st.integers(1, NUM_EXPERTS), st.integers(0, 50), st.integers(0, 9))
-def test_padding_routes_are_distinct_and_even_over_the_ranks(num_padding, ep, top_k, first, seed):
+def test_routes_of_padding_are_distinct_and_even_over_the_ranks(num_padding, ep, top_k, first, seed):
     rng = np.random.default_rng(seed)
     placement = ExpertPlacement(physical_to_logical_LP=np.argsort(rng.random((NUM_LAYERS, NUM_EXPERTS)), axis=1))
-    plan = plan_of(batch_of([3] * ep), np.arange(ep), ranks=ep, ep=ep, placement=placement)
-    routes_nLK = padding_routes(plan, num_padding, top_k, first=first)
+    routes_nLK = spread_routes(first + np.arange(num_padding), top_k, placement, ep)
     assert (np.diff(np.sort(routes_nLK, axis=2), axis=2) > 0).all()
-    for layer in range(NUM_LAYERS):
-        load_R = np.bincount(placement.rank_of_LE(ep)[layer][routes_nLK[:, layer].ravel()], minlength=ep)
-        assert load_R.max() - load_R.min() <= 1
+    assert (np.ptp(load_of_ranks(routes_nLK, placement, ep), axis=1) <= 1).all()
+
+
+def load_of_ranks(routes_nLK, placement, ep):
+    """[L, R]: how many of these choices each expert-parallel rank gets."""
+    rank_of_LE = placement.rank_of_LE(ep)
+    return np.array(
+        [np.bincount(rank_of_LE[layer][routes_nLK[:, layer].ravel()], minlength=ep) for layer in range(routes_nLK.shape[1])]
+    )
+
+
+@given(st.lists(st.integers(2, 9), min_size=4, max_size=4), st.sampled_from([8, 16]), st.integers(0, 9))
+def test_padding_of_all_ranks_spreads_as_one(lengths, multiple, seed):
+    """All ranks' padding together is even over the expert-parallel ranks, and different experts in every row."""
+    batch = batch_of([sum(lengths) + 1] * 4)
+    placement = ExpertPlacement(physical_to_logical_LP=np.argsort(np.random.default_rng(seed).random((3, NUM_EXPERTS)), axis=1))
+    plan = plan_of(batch, np.arange(4), ranks=4, ep=4, placement=placement)
+    cells = all_cells(batch, plan, 4, pad_to_multiple_of=multiple)
+    filled = np.concatenate([cell.routed_experts_nLK[cell.cu_seqlens[-1] :] for cell in cells])
+    assert len(filled) == 4 * (-sum(lengths) % multiple)
+    assert (np.diff(np.sort(filled, axis=2), axis=2) > 0).all()
+    assert (np.ptp(load_of_ranks(filled, placement, 4), axis=1) <= 1).all()
+
+
+def test_filler_by_position_would_not_spread():
+    """The negative control of the test above: filler that starts over in every row goes to one rank."""
+    naive = np.broadcast_to(np.arange(TOP_K), (100, NUM_LAYERS, TOP_K))
+    loads = load_of_ranks(naive, ExpertPlacement.identity(NUM_LAYERS, NUM_EXPERTS), 4)
+    assert loads[0].tolist() == [200, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "ranks", "message"), [(17, 4, "top_k=17"), (4, 3, "does not divide"), (4, 0, "does not divide")]
+)
+def test_filler_that_cannot_be_distinct_or_even_is_refused(top_k, ranks, message):
+    with pytest.raises(ConfigError, match=message):
+        spread_routes(np.arange(3), top_k, ExpertPlacement.identity(NUM_LAYERS, NUM_EXPERTS), ranks)
 
 
 def test_rows_that_the_mask_excludes_route_natively():

@@ -93,7 +93,7 @@ def planned(trainer: RoutePackTrainer, batch: RolloutBatch, step: int) -> Plan:
     planner = Planner(
         topology=topology_of(trainer), packer=AttentionAwarePacker(max_tokens=windows.MAX_TOKENS), seed=step, num_proposals=2000
     )
-    return collectives.broadcast_plan(planner.plan(batch, previous=trainer.placement) if dist.get_rank() == 0 else None)
+    return collectives.from_rank(0, lambda: planner.plan(batch, previous=trainer.placement), "plan")
 
 
 PLANS: dict[str, Callable[[RoutePackTrainer, RolloutBatch, int], Plan]] = {
@@ -760,8 +760,7 @@ def reinforces_on_the_spot(**changes: Any) -> dict[str, Any]:
         run.warm_up(step)
     for step in range(run.experiment.rl.num_steps):
         batch, _ = run.sample(step, step, run.trainer.placement)
-        plan = run.experiment.planner.plan(batch, previous=run.trainer.placement) if dist.get_rank() == 0 else None
-        plan = collectives.broadcast_plan(plan)
+        plan = collectives.from_rank(0, partial(run.experiment.planner.plan, batch, previous=run.trainer.placement), "plan")
         moved = run.trainer.move_experts(plan.placement)
         old = {"logprobs_old": run.trainer.log_probabilities(batch, plan)}
         run.trainer.set_learning_rate(run.experiment.rl.rate_at(step))

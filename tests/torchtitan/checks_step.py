@@ -139,11 +139,14 @@ def sends_sequences(ep: int) -> dict[str, Any]:
     demand, whole = exchange_sequences.gathered_demand(held, RoutingDemandCollector()), RoutingDemandCollector().collect(batch)
     local = exchange_sequences.microbatches(plan, arrived, rank, pad_to_multiple_of=PADDING)
     direct = microbatches(plan, batch, rank, pad_to_multiple_of=PADDING)
+    more = np.union1d(own, [int(plan.packing.sequences_of(0, 0)[0])])
+    again = HeldSequences(batch=held_part(batch, more), sequences_S=more)
     twice = HeldSequences(batch=held_part(batch, np.arange(2)), sequences_S=np.arange(2))
     kinds = replace(held.batch, token_fields={**held.batch.token_fields, "extra": held.batch.token_fields["token_ids"]})
     longer = replace(plan, length_S=plan.length_S + (np.arange(23) == own[0] if rank == 0 else 0), digest="")
     refused = {
         "missing": message_of(lambda: exchange_sequences.to_planned_ranks(twice, plan)),
+        "held twice": message_of(lambda: exchange_sequences.to_planned_ranks(again, plan)),
         "kinds": message_of(lambda: exchange_sequences.to_planned_ranks(replace(held, batch=kinds) if rank else held, plan)),
         "longer": message_of(lambda: exchange_sequences.to_planned_ranks(held, longer)),
         "not sent": message_of(lambda: exchange_sequences.microbatches(plan, held, rank)),

@@ -114,6 +114,7 @@ def test_demand_gathered_from_all_ranks_is_the_windows(step_pair):
     ("attempt", "message"),
     [
         ("missing", "no rank holds sequence|another rank could not use its window"),
+        ("held twice", "two ranks hold sequence|another rank could not use its window"),
         ("kinds", "plan or kind of batch"),
         ("longer", "tokens; the plan was made for|another rank could not use its plan"),
         ("not sent", "send sequences to their ranks first"),

@@ -89,15 +89,7 @@ class RoutingDemandCollector(Component):
         order = _checked_order(order_S, len(self._arrived))
         arrived, coverage = [self._arrived[i] for i in order], [self._coverage[i] for i in order]
         self._arrived, self._coverage = [], []
-        window = replace(
-            arrived[0],
-            tokens_SLE=np.concatenate([one.tokens_SLE for one in arrived]),
-            length_S=np.concatenate([one.length_S for one in arrived]),
-            group_S=np.concatenate([one.group_S for one in arrived if one.group_S is not None]),
-            modality_S=joined([one.modality_S for one in arrived]),
-            num_masked_rows=sum(one.num_masked_rows for one in arrived),
-        )
-        return self.estimate(window, np.asarray(coverage))
+        return self.estimate(end_to_end(arrived), np.asarray(coverage))
 
     def count(self, batch: RolloutBatch) -> tuple[RoutingDemand, np.ndarray]:
         """What was recorded, nothing estimated, and float64 [S], each sequence's share of valid rows."""
@@ -141,6 +133,18 @@ class RoutingDemandCollector(Component):
         for s in np.flatnonzero(estimated_S):
             tokens_SLE[s] = _apportion(share_LE, int(demand.length_S[s]) * demand.top_k)
         return replace(demand, tokens_SLE=tokens_SLE, estimated_S=estimated_S)
+
+
+def end_to_end(demands: Sequence[RoutingDemand]) -> RoutingDemand:
+    """One demand of all these demands' sequences, one after another; they are of the same layers, experts and top-k."""
+    return replace(
+        demands[0],
+        tokens_SLE=np.concatenate([one.tokens_SLE for one in demands]),
+        length_S=np.concatenate([one.length_S for one in demands]),
+        group_S=joined([one.group_S for one in demands]),
+        modality_S=joined([one.modality_S for one in demands]),
+        num_masked_rows=sum(one.num_masked_rows for one in demands),
+    )
 
 
 def _checked_order(order_S: Sequence[int] | None, count: int) -> list[int]:

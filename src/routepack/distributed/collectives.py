@@ -1,16 +1,19 @@
-"""RoutePack's collectives: agreeing on a plan, sharing it, and exchanging rows. Every function here is collective.
+"""RoutePack's collectives: agreeing on a plan, sharing it, and exchanging what ranks hold.
 
-Without an initialised process group each acts as on a single rank. Where a rank is lost, the others get a RankLostError that
-says what was going on.
+Every rank must call them together; without an initialised process group each acts as on a single rank. Where a rank is lost,
+the others get a RankLostError that says what was going on.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import pickle
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from typing import NoReturn, TypeVar, cast
 
 import numpy as np
@@ -20,7 +23,6 @@ from torch import Tensor
 
 from routepack.core.arrays import digest_of
 from routepack.core.errors import PlanError, RankLostError, RoutePackError
-from routepack.core.plans import Plan
 
 T = TypeVar("T")
 
@@ -35,21 +37,25 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-TRANSPORT_SAYS = ("gloo", "nccl", "connection", "timed out", "timeout", "broken pipe", "processgroup")
-"""What the message of an error has in it where a collective failed, in any case of letters."""
+GLOO_ERROR = re.compile(r"\[\S*gloo/\S+\.cc:\d+\] |Application timeout caused pair closure$")
+"""How the message of a gloo error begins. gloo raises plain RuntimeErrors, so there is no type to tell them by.
+
+With torch 2.13 the message begins with a line of gloo's source, in every collective, where a peer was killed
+("[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer") or did not answer in time
+("[.../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting"). Whatever is called after such a timeout says the other.
+"""
 
 
 @contextmanager
 def together(what: str) -> Iterator[None]:
-    """Name what was going on where a collective inside the block fails: *what* follows "while".
+    """Say what was going on where a collective inside the block loses a rank: *what* follows "while".
 
-    Raises RankLostError in place of the transport's own error; other errors pass.
+    Raises RankLostError in place of the backend's own error. All other errors pass, whatever their text says.
     """
     try:
         yield
     except RuntimeError as error:
-        # torch raises a bare RuntimeError where gloo loses a peer, as it does for much else.
-        if not isinstance(error, dist.DistError) and not any(word in str(error).lower() for word in TRANSPORT_SAYS):
+        if not isinstance(error, dist.DistError) and not (type(error) is RuntimeError and GLOO_ERROR.match(str(error))):
             raise
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RankLostError(
@@ -64,23 +70,11 @@ def backend_device() -> torch.device:
     return torch.device("cuda", torch.accelerator.current_device_index()) if nccl else torch.device("cpu")
 
 
-def broadcast_plan(plan: Plan | None, *, source: int = 0) -> Plan:
-    """Rank *source*'s plan, on every rank."""
-    if num_ranks() > 1:
-        shared = [plan if this_rank() == source else None]
-        with together(f"rank {source} planned"):
-            dist.broadcast_object_list(shared, src=source)
-        plan = shared[0]
-    if plan is None:
-        raise PlanError(f"rank {source} has no plan to share.")
-    return plan
-
-
 def from_rank(source: int, make: Callable[[], T], what: str) -> T:
-    """What *make* gives on rank *source*, on every rank. Only there is it called.
+    """What *make* gives on rank *source*, on every rank; it is called only there.
 
-    Where it raises, every rank raises: rank *source* the error itself, the others a PlanError that quotes it. No rank is
-    left waiting.
+    Where it raises, every rank raises, so that none is left waiting: rank *source* the error itself, the others a PlanError
+    that quotes it.
 
     Args:
         what: a name for errors, such as ``plan``.
@@ -160,14 +154,24 @@ def agree_on_call(call: str, *, device: torch.device | str | None = None) -> Non
     agree(digest_of(np.frombuffer(call.encode(), np.uint8)), "call", device=device, remedy=remedy)
 
 
-def exchange(arriving: Tensor, leaving: Tensor, num_arriving: Sequence[int], num_leaving: Sequence[int]) -> None:
-    """One ragged all-to-all of rows [rows, ...], sorted by the rank they come from and go to; *arriving* is filled.
+def exchange(leaving: Sequence[T], what: str) -> list[T]:
+    """What every rank sends to this one, by rank; ``leaving[r]`` goes to rank r. Pickled, in one ragged all-to-all.
 
-    Raises RankLostError where another rank does not answer.
+    *what* names it in an error.
     """
-    if num_ranks() > 1:
-        with together("rows were exchanged"):
-            dist.all_to_all_single(arriving, leaving, list(num_arriving), list(num_leaving))
+    if num_ranks() == 1:
+        return list(leaving)
+    device, payloads = backend_device(), [pickle.dumps(one, pickle.HIGHEST_PROTOCOL) for one in leaving]
+    sizes = torch.tensor([len(payload) for payload in payloads], dtype=torch.int64, device=device)
+    payload = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8).to(device)
+    arriving_sizes = torch.empty_like(sizes)
+    with together(f"{what} were exchanged"):
+        dist.all_to_all_single(arriving_sizes, sizes)
+        splits = arriving_sizes.tolist()
+        arriving = torch.empty(sum(splits), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(arriving, payload, splits, sizes.tolist())
+    data = arriving.cpu().numpy().data
+    return [pickle.loads(data[begin:end]) for begin, end in pairwise(accumulate(splits, initial=0))]
 
 
 Message = tuple[int, Tensor]
@@ -196,10 +200,9 @@ def begin_messages(sends: Sequence[Message], receives: Sequence[Message]) -> Cal
 
 
 def from_all(value: T, what: str) -> list[T]:
-    """Every rank's *value*, by rank, on every rank; *what* names them in an error."""
-    values: list[T] = [value]
+    """Every rank's *value*, by rank, on every rank; *what* names it in an error."""
+    values: list[T] = [value] * num_ranks()
     if num_ranks() > 1:
-        values = values * num_ranks()
         with together(f"{what} was gathered"):
             dist.all_gather_object(values, value)
     return values
@@ -221,29 +224,11 @@ def max_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
-def gather_bytes(payload: bytes, *, device: torch.device | str = "cpu") -> list[bytes]:
-    """Every rank's *payload*, by rank, on every rank; payloads may differ in size. They travel as bytes on *device*."""
-    if num_ranks() == 1:
-        return [payload]
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_ranks())]
-    with together("bytes were gathered"):
-        dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64, device=device))
-    longest = max(int(size) for size in sizes)
-    # Collectives want equal sizes; the ranks' windows are about equal, so little is padded.
-    mine = torch.frombuffer(bytearray(payload.ljust(max(longest, 1), b"\0")), dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(mine) for _ in range(num_ranks())]
-    with together("bytes were gathered"):
-        dist.all_gather(everyone, mine)
-    return [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(everyone, sizes, strict=True)]
-
-
 def leave(status: int = 0) -> NoReturn:
-    """End this rank's process, its work being done and saved: with the other ranks if *status* is 0, else alone.
+    """End this rank's process once its work is saved: together with the other ranks if *status* is 0, else alone.
 
-    Python's ordinary way out takes the interpreter down while other threads still run. One that then asks for the
-    interpreter's lock, as gloo's do to call back and to drop Python objects, is ended inside torch's C++ code, which aborts
-    the whole process ("terminate called without an active exception") after everything was complete. This way takes
-    nothing down.
+    It skips the interpreter's own shutdown. There, a gloo thread that asks for the interpreter's lock is ended inside torch's
+    C++ code, which aborts the process ("terminate called without an active exception") after everything was complete.
     """
     if dist.is_initialized() and status == 0:
         dist.barrier()

@@ -1,8 +1,8 @@
 """Rows of sharded tensors change places among ranks: in place, bit for bit, through staging memory of a fixed size.
 
-A row is an expert's slot. What moves is cut across rows, not between them: in each round every moving row sends the same
-range of its bytes. All of a round's ranges have left before the first is overwritten, so any permutation may be
-carried out in place, and the width of the range sets the memory (docs/design/moves.md).
+A row is an expert's slot. The move goes in rounds; in each, every moving row sends the same range of its bytes. All of these
+have left before the first is overwritten, so any permutation can be carried out in place, and the width of the range sets
+the memory (docs/design/moves.md).
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ class RowExchange:
         ranges = list(self._ranges(start, start + staged.shape[1]))
         own = [shard[row, first:last] for row in rows for shard, first, last, _ in ranges]
         copies = [line[to : to + last - first] for line in staged for _, first, last, to in ranges]
-        torch._foreach_copy_(*((copies, own) if out else (own, copies)))
+        for target, value in zip(*((copies, own) if out else (own, copies)), strict=True):
+            target.copy_(value)
 
     def _ranges(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, int, int]]:
         """The parts of bytes *start* to *stop* of a row: shard, first and last byte in it, and place in the round."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from routepack.core.plans import PackingRules
-from routepack.integrations.schedule import Hook
-from routepack.solvers.fewest_microbatches import certify_rows
+from routepack.integrations.schedule import Hook, fewest_microbatches
 
 
 @dataclass(kw_only=True, eq=False)
@@ -34,13 +33,11 @@ class ArealHook(Hook):
 
         Raises InfeasibleError for a value above *capacity* or fewer values than groups.
         """
-        demand = self._begin(len(values))
+        self._begin(len(values))
         value_S = np.asarray(values, dtype=np.int64)
         rules = PackingRules(min_microbatches=max(1, min_groups or 1), microbatch_multiple=n_groups_divisor)
         groups = rules.allowed(1)
         if len(value_S) and value_S.max() <= capacity:
-            certificate, _ = certify_rows(value_S, capacity, 1, rules=rules)
-            groups = certificate.num_microbatches
+            groups = fewest_microbatches(value_S, capacity, 1, rules)
         # A group is a cell of its own rank, so that what is evened out is the groups.
-        planned = self._schedule(value_S, demand=demand, data_parallel_degree=groups, max_tokens=int(capacity))
-        return planned.cells()
+        return self._schedule(value_S, data_parallel_degree=groups, max_tokens=int(capacity)).cells()

@@ -1,8 +1,8 @@
 """Planned microbatches in a Lightning Trainer: a batch sampler, a data module and a callback.
 
 One window of rollouts is one epoch and one optimizer step: the plan says how many microbatches it takes, and the
-Trainer accumulates over exactly those. Lightning moves no experts. Where they are is left as it is (``IdentityRerouter``),
-so what a plan gains here comes from packing; for expert placement use :mod:`routepack.torchtitan`.
+Trainer accumulates over exactly those. Experts stay where they are (``IdentityRerouter``), as Lightning cannot move them, so
+what a plan gains here comes from packing; for expert placement use :mod:`routepack.torchtitan`.
 Letters: :mod:`routepack.core`; n fed tokens of a microbatch.
 """
 
@@ -25,6 +25,7 @@ from routepack.core.plans import Plan
 from routepack.core.rollouts import RolloutBatch
 from routepack.distributed.collectives import agree, from_rank
 from routepack.microbatches.materialize import NO_TARGET, check_fit, microbatch_of
+from routepack.microbatches.trained_tokens import trained_mask
 from routepack.planning.background import BackgroundPlanner
 from routepack.planning.planner import Planner
 from routepack.report.plan_metrics import plan_metrics
@@ -49,7 +50,6 @@ class PlannedBatchSampler(Sampler[list[int]]):
         self.plan, self.rank = plan, rank
 
     def __len__(self) -> int:
-        """M."""
         return self.plan.num_microbatches
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -70,7 +70,6 @@ class RolloutDataset(Dataset[dict[str, Tensor]]):
         self.batch, self.loss_scale = batch, loss_scale
 
     def __len__(self) -> int:
-        """S."""
         return self.batch.num_sequences
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -80,8 +79,7 @@ class RolloutDataset(Dataset[dict[str, Tensor]]):
         """One microbatch of these sequences, in this order."""
         microbatch = microbatch_of(self.batch, np.asarray(sequences, dtype=np.int64))
         fields = {name: torch.from_numpy(value) for name, value in microbatch.fields.items()}
-        trained_n = torch.from_numpy(microbatch.target_index_n != NO_TARGET)
-        mask_n = fields.pop("loss_mask", trained_n)
+        mask_n = fields.pop("loss_mask", torch.from_numpy(microbatch.target_index_n != NO_TARGET))
         return fields | {
             "token_ids": torch.from_numpy(microbatch.token_ids_n),
             "positions": torch.from_numpy(microbatch.positions_n),
@@ -89,7 +87,7 @@ class RolloutDataset(Dataset[dict[str, Tensor]]):
             "targets": torch.from_numpy(microbatch.targets_n),
             "routed_experts": torch.from_numpy(microbatch.routed_experts_nLK),
             "sequences": torch.from_numpy(microbatch.sequences_S),
-            "loss_mask": (mask_n * trained_n).float(),
+            "loss_mask": mask_n.float(),
             "loss_scale": torch.tensor(self.loss_scale, dtype=torch.float32),
         }
 
@@ -124,7 +122,7 @@ class RolloutDataModule(pl.LightningDataModule):
         return DataLoader(
             dataset,
             batch_sampler=PlannedBatchSampler(plan, rank),
-            collate_fn=_as_it_is,
+            collate_fn=_already_collated,
             num_workers=self.num_workers,
             pin_memory=trainer.strategy.root_device.type == "cuda",
         )
@@ -226,13 +224,12 @@ def data_parallel(trainer: pl.Trainer) -> tuple[int, int]:
 
 
 def trained_tokens(batch: RolloutBatch) -> float:
-    """The total of ``loss_mask`` over all targets; without a mask, all targets. Raises TraceError where there is none."""
-    if "loss_mask" not in batch.token_fields:
-        total = float((batch.num_tokens_S - 1).sum())
-    else:
-        mask_N = batch.token_fields["loss_mask"].astype(np.float64)
-        # First tokens are nobody's target.
-        total = float(mask_N.sum() - mask_N[batch.cu_tokens[:-1]].sum())
+    """The total of ``loss_mask``, which may hold weights, over the trained tokens; without a mask, their number.
+
+    Raises TraceError where there is none.
+    """
+    trained_N = trained_mask(batch)
+    total = float(np.sum(batch.token_fields.get("loss_mask", trained_N)[trained_N], dtype=np.float64))
     if not total > 0:
         raise TraceError("the window has no trained token: its loss_mask is 0 at every target.")
     return total
@@ -247,8 +244,6 @@ def _check(planner: Planner, trainer: pl.Trainer, pl_module: pl.LightningModule)
         f"topology.data_parallel_degree={degree} is not the Trainer's {ranks}": degree != ranks,
         f"rerouter={type(planner.rerouter).__name__}() would move experts, which Lightning does not: use IdentityRerouter(), "
         "or the TorchTitan trainer": not isinstance(planner.rerouter, IdentityRerouter),
-        "Trainer(use_distributed_sampler=True) would deal sequences anew: set it to False": ranks > 1
-        and trainer._accelerator_connector.use_distributed_sampler,
         "Trainer(reload_dataloaders_every_n_epochs) must be 1: an epoch is a window, with a plan of its own": (
             given.reload_dataloaders_every_n_epochs != 1
         ),
@@ -276,6 +271,5 @@ def _callback_of(trainer: pl.Trainer) -> RoutePackCallback:
     return found[0]
 
 
-def _as_it_is(microbatch: Any) -> Any:
-    """The data set collates already."""
+def _already_collated(microbatch: Any) -> Any:
     return microbatch

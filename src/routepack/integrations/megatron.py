@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from routepack.core.checks import whole
 from routepack.integrations.schedule import Hook
@@ -33,16 +32,15 @@ class MegatronHook(Hook):
             whole(name, getattr(self, name), least=1)
 
     def get_groups_and_subsamples(
-        self, sample_id_seqlens: Sequence[tuple[int, int]], config: Any = None
+        self, sample_id_seqlens: Sequence[tuple[int, int]], config: object = None
     ) -> list[list[list[int]]]:
         """Sample ids of each microbatch, for each rank of the DP x CP group; CP ranks of one DP rank get the same.
 
         Raises InfeasibleError for a sample above the cap, or fewer samples than cells.
         """
-        demand = self._begin(len(sample_id_seqlens))
+        self._begin(len(sample_id_seqlens))
         planned = self._schedule(
             [int(length) for _, length in sample_id_seqlens],
-            demand=demand,
             data_parallel_degree=self.dp_size,
             max_tokens=self.max_seqlen_per_dp_cp_rank * self.cp_size,
             microbatch_multiple=self.microbatch_group_size_per_vp_stage or 1,

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from routepack.core.checks import whole
-from routepack.core.errors import ConfigError
-from routepack.core.rollouts import RoutingDemand
-from routepack.integrations.schedule import Hook, Schedule
+from routepack.integrations.schedule import Hook, chunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +52,14 @@ class NemoHook(Hook):
 
         *bin_count_multiple* is the number of shards. Raises InfeasibleError for a sequence above the cap, or too few.
         """
-        demand = self._begin(len(sequence_lengths))
-        planned = self._chunk(
-            sequence_lengths, bin_capacity, bin_count_multiple or 1, demand, padded_to, min_bins=min_bin_count or 1
+        self._begin(len(sequence_lengths))
+        shards = bin_count_multiple or 1
+        planned = self._schedule(
+            [int(length) for length in sequence_lengths],
+            data_parallel_degree=shards,
+            max_tokens=bin_capacity,
+            min_microbatches=-(-(min_bin_count or 1) // shards) or 1,
+            padded_to=padded_to,
         )
         return planned.cells()
 
@@ -76,36 +78,21 @@ class NemoHook(Hook):
         """
         whole("shards", shards, least=1)
         multiple = whole("sequence_length_pad_multiple", sequence_length_pad_multiple, least=1)
-        demand, total = self._begin(len(input_lengths)), len(input_lengths)
-        size = total if batch_size is None else whole("batch_size", batch_size, least=1)
-        if not total or total % size:
-            raise ConfigError(f"batch_size={size} does not divide the {total} sequences: choose a divisor.")
+        self._begin(len(input_lengths))
+        steps = chunks(len(input_lengths), batch_size, "batch_size")
         found = Shards(
             indices=[[] for _ in range(shards)],
             micro_batch_indices=[[] for _ in range(shards)],
             micro_batch_lengths=[[] for _ in range(shards)],
             elem_counts_per_gb=[[] for _ in range(shards)],
         )
-        for first in range(0, total, size):
-            padded = [-(-int(length) // multiple) * multiple for length in input_lengths[first : first + size]]
-            part = None if demand is None else demand.select(range(first, first + size))
-            planned = self._chunk(padded, max_tokens_per_microbatch, shards, part, multiple)
+        asked = {"data_parallel_degree": shards, "max_tokens": max_tokens_per_microbatch, "padded_to": multiple}
+        for step in steps:
+            padded = [-(-int(input_lengths[s]) // multiple) * multiple for s in step]
+            planned = self._schedule(padded, of=step, **asked)
             for shard in range(shards):
-                _append(found, shard, planned.rank(shard), padded, first)
+                _append(found, shard, planned.rank(shard), padded, step.start)
         return found
-
-    def _chunk(
-        self,
-        lengths: Sequence[int],
-        cap: int,
-        shards: int,
-        demand: RoutingDemand | None,
-        padded_to: int,
-        *,
-        min_bins: int = 1,
-    ) -> Schedule:
-        asked: dict[str, Any] = {"data_parallel_degree": shards, "min_microbatches": -(-min_bins // shards) or 1}
-        return self._schedule([int(n) for n in lengths], demand=demand, max_tokens=cap, padded_to=padded_to, **asked)
 
 
 def _append(found: Shards, shard: int, cells: list[list[int]], padded: Sequence[int], first: int) -> None:

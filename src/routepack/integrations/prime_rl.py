@@ -54,11 +54,10 @@ class PrimeHook(Hook, Generic[MicroBatch]):
         if self.model is not None and any(sample.routed_experts is not None for sample in rollouts):
             records = [_record(sample, seq_len) for sample in rollouts]
             self.expect(load(records, self.model).batch)
-        demand = self._begin(len(rollouts))
+        self._begin(len(rollouts))
         kind_of = _kinds(rollouts)
         planned = self._schedule(
             [min(len(sample.token_ids), seq_len) for sample in rollouts],
-            demand=demand,
             data_parallel_degree=num_train_workers,
             max_tokens=seq_len,
             modalities=kind_of if len(set(kind_of)) > 1 else None,

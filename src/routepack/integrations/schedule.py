@@ -1,27 +1,30 @@
 """What every stack's hook asks: lengths, and what each sequence routes, in; order, cell offsets and placement out.
 
-:func:`schedule` is the one neutral call. A :class:`Hook` brings it into a stack's own call shape; none imports its stack.
+:func:`schedule` is the one neutral call. A :class:`Hook` brings it into a stack's own call shape; none imports its stack. For a
+new stack, copy ``megatron.py``: one method, in the stack's call shape, that calls ``_begin`` and ``_schedule``.
 Cell c is microbatch ``c // W`` of DP rank ``c % W``, as everywhere. Letters: :mod:`routepack.core`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from routepack.components.attention_aware_packer import AttentionAwarePacker
 from routepack.components.rerouter import IdentityRerouter
 from routepack.core.arrays import to_numpy
 from routepack.core.checks import instance, whole
-from routepack.core.errors import TraceError
+from routepack.core.errors import ConfigError, TraceError
 from routepack.core.plans import ExpertPlacement, PackingRules, Plan, Topology
 from routepack.core.rollouts import RolloutBatch, RoutingDemand, check_lengths
 from routepack.cost.links import FreeLinks
 from routepack.planning.planner import Planner
+from routepack.solvers.fewest_microbatches import certify_rows
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +84,13 @@ def default_planner() -> Planner:
 
 
 def schedule(
-    lengths: Any,
+    lengths: ArrayLike,
     *,
     data_parallel_degree: int,
     max_tokens: int,
     demand: RoutingDemand | None = None,
-    group_ids: Any = None,
-    modalities: Any = None,
+    group_ids: ArrayLike | None = None,
+    modalities: ArrayLike | None = None,
     min_microbatches: int = 1,
     microbatch_multiple: int = 1,
     equal_sequences: bool = False,
@@ -152,6 +155,9 @@ class Hook:
     schedules: list[Schedule] = field(default_factory=list, init=False)
     """Of the last call, one for each optimizer step that it planned."""
     _expected: RoutingDemand | None = field(default=None, init=False, repr=False)
+    """Of the next call."""
+    _demand: RoutingDemand | None = field(default=None, init=False, repr=False)
+    """Of the call that is being planned."""
 
     def expect(self, window: RolloutBatch | RoutingDemand) -> None:
         """The next call is about these sequences, in this order. Without it, the call packs by length alone, and says so."""
@@ -161,10 +167,10 @@ class Hook:
             window = planner.collector.collect(window)
         self._expected = window
 
-    def _begin(self, count: int) -> RoutingDemand | None:
-        """What was expected, used up, for a call about *count* sequences."""
-        demand, self._expected = self._expected, None
-        self.schedules = []
+    def _begin(self, count: int) -> None:
+        """Start a call about *count* sequences, with what was expected; that is used up."""
+        demand = self._demand = self._expected
+        self._expected, self.schedules = None, []
         if demand is None:
             logger.info("%s packs %d sequences by length alone: no routes were given to expect()", type(self).__name__, count)
         elif demand.num_sequences != count:
@@ -172,15 +178,33 @@ class Hook:
                 f"{type(self).__name__} was told to expect {demand.num_sequences} sequences and is called with {count}: "
                 "expect() the sequences of the very next call."
             )
-        return demand
 
-    def _schedule(self, lengths: Any, **asked: Any) -> Schedule:
-        planned = schedule(lengths, planner=self.planner, **asked)
+    def _schedule(self, lengths: ArrayLike, *, of: Sequence[int] | None = None, **asked: Any) -> Schedule:
+        """Plan one optimizer step as :func:`schedule` does; *of*: which of the call's sequences it trains. None: all."""
+        demand = self._demand if of is None or self._demand is None else self._demand.select(of)
+        planned = schedule(lengths, demand=demand, planner=self.planner, **asked)
         self.schedules.append(planned)
         return planned
 
 
-def _checked_lengths(lengths: Any) -> np.ndarray:
+def chunks(total: int, size: int | None, called: str) -> Iterator[range]:
+    """The optimizer steps of *total* sequences, *size* in each; None: one step of all.
+
+    Raises ConfigError, which calls the size *called*, where it does not divide the sequences.
+    """
+    size = total if size is None else whole(called, size, least=1)
+    if not total or total % size:
+        raise ConfigError(f"{called}={size} does not divide the {total} sequences: choose a divisor.")
+    return (range(first, first + size) for first in range(0, total, size))
+
+
+def fewest_microbatches(length_S: np.ndarray, max_tokens: int, ranks: int, rules: PackingRules) -> int:
+    """How many microbatches a rank needs at least, none above *max_tokens*, which no length exceeds."""
+    certificate, _ = certify_rows(length_S, max_tokens, ranks, rules=rules)
+    return certificate.num_microbatches
+
+
+def _checked_lengths(lengths: ArrayLike) -> np.ndarray:
     length_S = to_numpy(lengths, "lengths")
     if length_S.ndim != 1 or length_S.dtype.kind not in "iu" or not len(length_S):
         raise TraceError(f"lengths has shape {length_S.shape} and dtype {length_S.dtype}; whole numbers [S] are needed, S > 0.")
@@ -212,8 +236,6 @@ def _as_counted(demand: RoutingDemand, length_S: np.ndarray, padded_to: int) -> 
 
 def _with_dummies(window: RoutingDemand, max_tokens: int, ranks: int, rules: PackingRules) -> RoutingDemand:
     """The window and, for each modality that cannot fill its cells, as many sequences of one token as are missing."""
-    from routepack.solvers.fewest_microbatches import certify_rows
-
     whole("data_parallel_degree", ranks, least=1)
     tagged = window.modality_S
     kinds = [None] if tagged is None else np.unique(tagged).tolist()
@@ -222,8 +244,7 @@ def _with_dummies(window: RoutingDemand, max_tokens: int, ranks: int, rules: Pac
     for kind in kinds:
         length_S = window.length_S if tagged is None else window.length_S[tagged == kind]
         if length_S.max() <= max_tokens:
-            certificate, _ = certify_rows(length_S, max_tokens, ranks, rules=asked)
-            missing.append((kind, max(0, certificate.num_microbatches * ranks - len(length_S))))
+            missing.append((kind, max(0, fewest_microbatches(length_S, max_tokens, ranks, asked) * ranks - len(length_S))))
     count = sum(more for _, more in missing)
     if not count:
         return window

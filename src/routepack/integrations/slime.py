@@ -47,7 +47,7 @@ class SlimeHook(Hook):
                 "use_dynamic_batch_size is off: RoutePack packs by tokens. Pass --use-dynamic-batch-size and "
                 "--max-tokens-per-gpu, or leave the hook off."
             )
-        demand = self._begin(len(total_lengths))
+        self._begin(len(total_lengths))
         ranks = train_parallel_config["dp_size"]
         interleaved = (train_parallel_config["vpp_size"] or 1) > 1
         asked = {
@@ -61,8 +61,7 @@ class SlimeHook(Hook):
         for samples, _ in steps:
             lengths = [int(total_lengths[s]) for s in samples]
             groups = [int(rollout_indices[s]) for s in samples]
-            part = None if demand is None else demand.select(samples)
-            planned = self._schedule(lengths, demand=part, group_ids=groups, **asked)
+            planned = self._schedule(lengths, of=samples, group_ids=groups, **asked)
             for rank in range(ranks):
                 for cell in planned.rank(rank):
                     start = len(partitions[rank])

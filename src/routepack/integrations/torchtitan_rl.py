@@ -36,10 +36,9 @@ class TorchTitanBatcherHook(Hook):
         *seq_len*, which the batcher drops before it asks.
         """
         whole("local_batch_size", local_batch_size, least=1)
-        demand = self._begin(len(lengths))
+        self._begin(len(lengths))
         planned = self._schedule(
             [max(1, int(length)) for length in lengths],
-            demand=demand,
             data_parallel_degree=dp_degree,
             max_tokens=seq_len,
             microbatch_multiple=local_batch_size,

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from routepack.core.arrays import to_numpy
-from routepack.core.checks import whole
-from routepack.core.errors import ConfigError, InfeasibleError, PlanError
+from routepack.core.errors import InfeasibleError, PlanError
 from routepack.core.plans import PackingRules
-from routepack.integrations.schedule import Hook
-from routepack.solvers.fewest_microbatches import certify_rows
+from routepack.integrations.schedule import Hook, chunks, fewest_microbatches
 
 Gather = Callable[[tuple[int, int]], Sequence[tuple[int, int]]]
 """Every rank's pair, given this rank's: ``torch.distributed.all_gather_object`` as a function."""
@@ -51,7 +49,7 @@ class VerlHook(Hook):
 
     def balance_batch(
         self,
-        seqlens: Any,
+        seqlens: ArrayLike,
         dp_size: int,
         *,
         max_token_len: int,
@@ -75,17 +73,14 @@ class VerlHook(Hook):
 
         """
         length_S = to_numpy(seqlens, "seqlens")
-        total = len(length_S)
-        size = total if minibatch_size is None else whole("minibatch_size", minibatch_size, least=1)
-        if not total or total % size:
-            raise ConfigError(f"minibatch_size={size} does not divide the {total} sequences: choose a divisor.")
-        demand = self._begin(total)
+        steps = chunks(len(length_S), minibatch_size, "minibatch_size")
+        self._begin(len(length_S))
         partitions: list[list[int]] = [[] for _ in range(dp_size)]
-        microbatch_of_S, done = np.empty(total, dtype=np.int64), 0
-        for first in range(0, total, size):
+        microbatch_of_S, done = np.empty(len(length_S), dtype=np.int64), 0
+        for step in steps:
             planned = self._schedule(
-                length_S[first : first + size],
-                demand=None if demand is None else demand.select(range(first, first + size)),
+                length_S[step],
+                of=step,
                 data_parallel_degree=dp_size,
                 max_tokens=max_token_len,
                 microbatch_multiple=num_batches_divided_by or 1,
@@ -94,13 +89,13 @@ class VerlHook(Hook):
             )
             for rank in range(dp_size):
                 for microbatch, cell in enumerate(planned.rank(rank)):
-                    sequences = [first + s for s in cell]
+                    sequences = [step.start + s for s in cell]
                     partitions[rank] += sequences
                     microbatch_of_S[sequences] = done + microbatch
             done += planned.num_microbatches
         return Balanced(partitions=partitions, microbatch_of_S=microbatch_of_S)
 
-    def planned_micro_batches(self, microbatch_ids: Any) -> list[list[int]]:
+    def planned_micro_batches(self, microbatch_ids: ArrayLike) -> list[list[int]]:
         """``batch_idx_list`` of one rank, from the part of ``microbatch_of_S`` that travelled with its sequences.
 
         Raises PlanError where a microbatch between the first and the last has no sequence here.
@@ -116,7 +111,7 @@ class VerlHook(Hook):
 
     def prepare_micro_batches(
         self,
-        seqlens: Any,
+        seqlens: ArrayLike,
         *,
         max_token_len: int,
         gather: Gather | None = None,
@@ -133,8 +128,7 @@ class VerlHook(Hook):
         # Too long a sequence counts as a need that nobody can meet, so that every rank learns of it.
         needed, longest = len(length_S) + 1, int(length_S.max(initial=0))
         if longest <= max_token_len:
-            certificate, _ = certify_rows(length_S, max_token_len, 1, rules=PackingRules(**asked))
-            needed = certificate.num_microbatches
+            needed = fewest_microbatches(length_S, max_token_len, 1, PackingRules(**asked))
         gathered = list(gather((needed, len(length_S)))) if gather else [(needed, len(length_S))]
         rows, fewest = max(need for need, _ in gathered), min(count for _, count in gathered)
         if rows > fewest:
@@ -142,6 +136,5 @@ class VerlHook(Hook):
                 f"max_token_len={max_token_len} needs {rows} microbatches on some rank and one has only {fewest} sequences (or "
                 f"one is longer than the cap; here the longest has {longest}): balance the batch first, or raise the cap."
             )
-        self.schedules = []
-        planned = self._schedule(length_S, data_parallel_degree=rows, max_tokens=max_token_len)
-        return planned.cells()
+        self.schedules, self._demand = [], None
+        return self._schedule(length_S, data_parallel_degree=rows, max_tokens=max_token_len).cells()

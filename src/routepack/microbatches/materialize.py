@@ -8,15 +8,14 @@ of one microbatch, padding included.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from routepack.core.checks import whole
 from routepack.core.errors import ConfigError, PlanError, TraceError
-from routepack.core.plans import Plan
+from routepack.core.plans import ExpertPlacement, Plan
 from routepack.core.rollouts import RolloutBatch
-from routepack.microbatches.token_layout import lay_out, lay_out_routes, packed_layout, spread_routes
 
 NO_TARGET = -1
 """In ``target_index_n``: this fed token predicts nothing."""
@@ -183,25 +182,41 @@ def _padded(microbatch: Microbatch, plan: Plan, rank: int, multiple: int) -> Mic
     padding = -microbatch.num_tokens % multiple
     if not padding:
         return microbatch
-    fed_S = np.diff(microbatch.cu_seqlens)
-    layout = packed_layout(fed_S, pad_to_multiple_of=multiple, first_ordinal=rank * padding)
-    routes_nLK = lay_out_routes(microbatch.routed_experts_nLK, layout, plan.placement, plan.topology.expert_parallel_degree)
-    return Microbatch(
-        sequences_S=microbatch.sequences_S,
-        cu_seqlens=microbatch.cu_seqlens,
-        token_ids_n=lay_out(microbatch.token_ids_n, layout),
-        positions_n=lay_out(microbatch.positions_n, layout, np.arange(padding)),
-        targets_n=lay_out(microbatch.targets_n, layout),
-        target_index_n=lay_out(microbatch.target_index_n, layout, NO_TARGET),
-        routed_experts_nLK=routes_nLK,
-        fields={name: lay_out(value, layout) for name, value in microbatch.fields.items()},
+    routes_nLK, degree = microbatch.routed_experts_nLK, plan.topology.expert_parallel_degree
+    # Ranks number their padding one after another, so that filler spreads over all ranks' microbatches as over one.
+    filler_nLK = spread_routes(rank * padding + np.arange(padding), routes_nLK.shape[2], plan.placement, degree)
+    return replace(
+        microbatch,
+        token_ids_n=_filled(microbatch.token_ids_n, padding),
+        positions_n=np.concatenate([microbatch.positions_n, np.arange(padding)]),
+        targets_n=_filled(microbatch.targets_n, padding),
+        target_index_n=_filled(microbatch.target_index_n, padding, NO_TARGET),
+        routed_experts_nLK=np.concatenate([routes_nLK, filler_nLK.astype(routes_nLK.dtype)]),
+        fields={name: _filled(value_n, padding) for name, value_n in microbatch.fields.items()},
     )
 
 
-def padding_routes(plan: Plan, num_padding: int, top_k: int, *, first: int = 0) -> np.ndarray:
-    """int32 [num_padding, L, K]: logical experts for padding tokens number *first*, *first* + 1, ...
+def _filled(value_n: np.ndarray, padding: int, fill: int = 0) -> np.ndarray:
+    return np.concatenate([value_n, np.full((padding, *value_n.shape[1:]), fill, dtype=value_n.dtype)])
 
-    Spread over the plan's EP ranks as :func:`routepack.microbatches.token_layout.spread_routes` says.
+
+def spread_routes(number_n: np.ndarray, top_k: int, placement: ExpertPlacement, num_ranks: int) -> np.ndarray:
+    """int32 [n, L, K]: logical experts for padding, spread evenly over the *num_ranks* expert-parallel ranks.
+
+    Padding token i makes choices i * K to i * K + K - 1. Choice c goes to EP rank c mod R, and there to slot (c // R) mod E/R.
+    So any E choices in a row are different experts, and any R choices in a row are different ranks.
+
+    Args:
+        number_n: int [n]: the running number of each padding token.
+
+    Raises ConfigError where a token cannot choose *top_k* different experts, or the experts do not divide over the ranks.
     """
-    ordinal_n = first + np.arange(num_padding)
-    return spread_routes(ordinal_n, top_k, plan.placement, plan.topology.expert_parallel_degree)
+    num_experts = placement.num_experts
+    if top_k > num_experts:
+        raise ConfigError(f"top_k={top_k} is more than the {num_experts} experts of the placement.")
+    if num_ranks < 1 or num_experts % num_ranks:
+        raise ConfigError(f"expert_parallel_degree={num_ranks} does not divide the {num_experts} experts.")
+    slots = num_experts // num_ranks
+    choice_nK = np.asarray(number_n)[:, None] * top_k + np.arange(top_k)
+    slot_nK = (choice_nK % num_ranks) * slots + (choice_nK // num_ranks) % slots
+    return placement.physical_to_logical_LP[:, slot_nK].transpose(1, 0, 2)

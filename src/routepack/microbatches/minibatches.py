@@ -12,10 +12,12 @@ from routepack.core.checks import whole
 from routepack.core.errors import ConfigError, TraceError
 from routepack.core.plans import Plan
 from routepack.core.rollouts import RolloutBatch
+from routepack.microbatches.trained_tokens import count_trained
 
 
 def split(plan: Plan, num_minibatches: int) -> list[np.ndarray]:
-    """int64 for each mini-batch: its microbatches, every ``num_minibatches``-th, so that planned order favours none.
+    """For each mini-batch the numbers of its microbatches, int64: every ``num_minibatches``-th, so that the planned order
+    favours none.
 
     Raises ConfigError where the microbatches cannot be dealt equally.
     """
@@ -34,23 +36,15 @@ def sequences_of(plan: Plan, microbatches: np.ndarray) -> np.ndarray:
 
 
 def trained_tokens(plan: Plan, batch: RolloutBatch, microbatches: np.ndarray) -> int:
-    """Tokens that these microbatches train: ``loss_mask`` over their sequences, first tokens excluded.
-
-    Raises TraceError where there is none: the step's loss would be divided by zero.
-    """
-    return checked(num_trained(batch, sequences_of(plan, microbatches)), microbatches)
-
-
-def num_trained(batch: RolloutBatch, sequences: np.ndarray) -> int:
-    """Tokens that some sequences of a batch train."""
-    mask_N = np.asarray(batch.token_fields["loss_mask"]).astype(bool).copy()
-    mask_N[batch.cu_tokens[:-1]] = False
-    before_N = np.concatenate([[0], np.cumsum(mask_N)])
-    return int((before_N[batch.cu_tokens[sequences + 1]] - before_N[batch.cu_tokens[sequences]]).sum())
+    """How many tokens these microbatches train. Raises as :func:`checked`."""
+    return checked(count_trained(batch, sequences_of(plan, microbatches)), microbatches)
 
 
 def checked(trained: int, microbatches: np.ndarray) -> int:
-    """Tokens that some microbatches train, if there is any; else TraceError."""
+    """*trained*, the tokens that these microbatches train on all ranks.
+
+    Raises TraceError where it is 0: the loss is divided by it.
+    """
     if not trained:
         raise TraceError(
             f"microbatches {microbatches.tolist()} train no token (loss_mask is 0 on all their sequences): a mini-batch needs "

@@ -3,38 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
-from routepack.distributed.collectives import gather_bytes
+from routepack.distributed.collectives import from_all
 from routepack.training.rollout import Rollout
 
 
-def gather_rows(rows: np.ndarray, *, device: torch.device | str = "cpu") -> np.ndarray:
-    """[sum of rows, ...]: the arrays of all ranks end to end, by rank; only the first axis may differ. Collective.
-
-    Rows travel as bytes, so every dtype survives.
-    """
-    parts = gather_bytes(np.ascontiguousarray(rows).tobytes(), device=device)
-    return np.frombuffer(bytearray(b"".join(parts)), rows.dtype).reshape(-1, *rows.shape[1:])
-
-
-def gather_rollouts(rollouts: list[Rollout], sequences: np.ndarray, *, device: torch.device | str = "cpu") -> list[Rollout]:
-    """The rollouts of all ranks, on every rank, ordered by their numbers *sequences*, int64 [S of this rank]. Collective.
-
-    Every rank brings at least one.
-    """
-    lengths_S = gather_rows(np.asarray([len(rollout.token_ids) for rollout in rollouts]), device=device)
-    prompts_S = gather_rows(np.asarray([rollout.num_prompt_tokens for rollout in rollouts]), device=device)
-    tokens_N = gather_rows(np.concatenate([rollout.token_ids for rollout in rollouts]), device=device)
-    logprobs_N = gather_rows(np.concatenate([rollout.logprobs for rollout in rollouts]), device=device)
-    routes_TLK = gather_rows(np.concatenate([rollout.routed_experts for rollout in rollouts]), device=device)
-    by_number = np.argsort(gather_rows(sequences, device=device), kind="stable")
-    cu_tokens, cu_rows = (np.cumsum(sizes)[:-1] for sizes in (lengths_S, lengths_S - 1))
-    parts = zip(
-        np.split(tokens_N, cu_tokens), np.split(logprobs_N, cu_tokens), np.split(routes_TLK, cu_rows), prompts_S, strict=True
-    )
-    gathered = [
-        Rollout(token_ids=tokens, logprobs=logprobs, routed_experts=routes, num_prompt_tokens=int(num_prompt_tokens))
-        for tokens, logprobs, routes, num_prompt_tokens in parts
-    ]
-    return [gathered[s] for s in by_number]
+def gather_rollouts(rollouts: list[Rollout], sequences: np.ndarray) -> list[Rollout]:
+    """The rollouts of all ranks, on every rank, ordered by their numbers *sequences*, int64 [S of this rank]. Collective."""
+    numbered = [pair for own in from_all((sequences.tolist(), rollouts), "rollouts") for pair in zip(*own, strict=True)]
+    return [rollout for _, rollout in sorted(numbered, key=lambda pair: pair[0])]

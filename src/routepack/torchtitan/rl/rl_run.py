@@ -178,7 +178,7 @@ class RLRun:
             end_token_id=experiment.task.end_token_id,
             on_end=lambda s, rollout: self.planning.add(int(sequences[s]), rollout),
         )
-        rollouts = gather_rollouts(own, sequences, device=self.trainer.device)
+        rollouts = gather_rollouts(own, sequences)
         self.planning.finish(rollouts, previous)
         batch = graded_window(
             rollouts,

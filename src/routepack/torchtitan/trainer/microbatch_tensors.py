@@ -12,7 +12,8 @@ from torch import Tensor
 from routepack.core.errors import TraceError
 from routepack.core.rollouts import RolloutBatch
 from routepack.microbatches.materialize import Microbatch
-from routepack.torchtitan.trainer.trainable_tokens import check_mask, trained_mask
+from routepack.microbatches.trained_tokens import count_trained
+from routepack.torchtitan.trainer.trainable_tokens import check_mask
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +61,7 @@ def _trained_only(value_n: np.ndarray, loss_mask_n: Tensor) -> Tensor:
 def num_trained_tokens(batch: RolloutBatch) -> int:
     """Tokens that the batch trains. Raises TraceError where there is none, or where ``loss_mask`` is no mask."""
     check_mask(batch)
-    num_trained = int(trained_mask(batch).sum())
+    num_trained = count_trained(batch)
     if not num_trained:
         raise TraceError("loss_mask trains no token of this window (first tokens are not predicted): nothing to learn from.")
     return num_trained

@@ -12,6 +12,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from routepack.core.errors import TraceError
 from routepack.core.rollouts import RolloutBatch
+from routepack.microbatches.trained_tokens import trained_mask
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,13 +102,6 @@ def check_mask(batch: RolloutBatch, numbers_S: np.ndarray | None = None, *, wind
     if len(wrong):
         numbers_S = np.arange(batch.num_sequences) if numbers_S is None else numbers_S
         raise TraceError(f"{window}: {told}. It is {mask_N[wrong[0]]} at {place_of(batch, numbers_S, wrong)}.")
-
-
-def trained_mask(batch: RolloutBatch) -> np.ndarray:
-    """bool [N]: the tokens that are trained; first tokens never are, as nothing predicts them."""
-    trained_N = np.asarray(batch.token_fields["loss_mask"]).astype(bool)
-    trained_N[batch.cu_tokens[:-1]] = False
-    return trained_N
 
 
 def place_of(batch: RolloutBatch, numbers_S: np.ndarray, tokens: np.ndarray) -> str:

@@ -14,6 +14,7 @@ from routepack.distributed import collectives, exchange_sequences
 from routepack.distributed.exchange_sequences import HeldSequences
 from routepack.microbatches import materialize, minibatches
 from routepack.microbatches.materialize import Microbatch
+from routepack.microbatches.trained_tokens import count_trained
 from routepack.torchtitan.trainer.microbatch_tensors import num_trained_tokens
 from routepack.torchtitan.trainer.trainable_tokens import TokenCheck
 
@@ -47,7 +48,7 @@ def trained_tokens(window: Window, plan: Plan, microbatches: np.ndarray) -> int:
     if not isinstance(window, HeldSequences):
         return minibatches.trained_tokens(plan, window, microbatches)
     places = np.flatnonzero(np.isin(window.sequences_S, minibatches.sequences_of(plan, microbatches)))
-    own = torch.tensor([minibatches.num_trained(window.batch, places)], device=collectives.backend_device())
+    own = torch.tensor([count_trained(window.batch, places)], device=collectives.backend_device())
     return minibatches.checked(int(collectives.sum_over_ranks(own)), microbatches)
 
 
