@@ -18,18 +18,17 @@ from typing import Any
 
 
 def main(file: Path) -> None:
-    # First, as it chooses TorchTitan's device.
-    from routepack.torchtitan.model import cpu_device  # isort: skip
-
     from routepack.core.config import load
     from routepack.torchtitan.launch.launch import experiment_of
+    from routepack.torchtitan.model import cpu_device
 
-    # Overrides and attention as on a GPU; nothing is computed.
-    cpu_device.on_cpu = lambda: False
     results: dict[str, dict[int, dict[str, Any]]] = {}
-    for key, config, overrides, ranks in pickle.loads(file.read_bytes()):
-        experiment = experiment_of(load([config], overrides))
-        results[key] = {rank: in_a_process_of_its_own(facts_of, experiment, rank) for rank in ranks}
+    with cpu_device.torchtitan_on_cpu():
+        # Overrides and attention as on a GPU; nothing is computed.
+        cpu_device.on_cpu = lambda: False
+        for key, config, overrides, ranks in pickle.loads(file.read_bytes()):
+            experiment = experiment_of(load([config], overrides))
+            results[key] = {rank: in_a_process_of_its_own(facts_of, experiment, rank) for rank in ranks}
     file.write_bytes(pickle.dumps(results))
 
 
@@ -61,7 +60,7 @@ def sharded(experiment: Any) -> tuple[Any, Any]:
     from torchtitan.config.override import apply_overrides
     from torchtitan.distributed import ParallelDims, utils
 
-    from routepack.torchtitan.trainer.settings import config_fields
+    from routepack.torchtitan.trainer.torchtitan_config import config_fields
     from routepack.torchtitan.trainer.trainer import RoutePackTrainer
 
     config = RoutePackTrainer.Config(model=experiment.model, **config_fields(experiment.model, experiment.trainer))

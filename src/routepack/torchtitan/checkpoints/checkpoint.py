@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from routepack.core.plans import ExpertPlacement
 from routepack.distributed import collectives
 from routepack.torchtitan.checkpoints import huggingface
 from routepack.torchtitan.checkpoints.logical_order import LogicalLoadPlanner, LogicalRows, LogicalSavePlanner
+from routepack.torchtitan.model.private import check_checkpoint_hooks
 from routepack.training.folders import commit, discard, fresh_folder, remove_leftovers, rename
 
 ROUTEPACK = "routepack"
@@ -108,6 +109,7 @@ class PlacedCheckpointManager(CheckpointManager):
                 raise ConfigError(f"checkpoint.folder={self.folder} cannot be renamed in one go: name a mounted folder.")
 
     def __init__(self, config: Config, **parts: Any) -> None:
+        check_checkpoint_hooks()
         super().__init__(config, **parts)
         self.last_saved_step = 0
         if self.enable:
@@ -196,11 +198,11 @@ class PlacedCheckpointManager(CheckpointManager):
         return sorted(int(m[1]) for path, m in matches.items() if m and any((path / name).is_file() for name in complete))
 
     def _purge_stale_checkpoints(self) -> None:
-        if not self._should_purge():
+        if not self.keep_latest_k or collectives.this_rank():
             return
         for step in self._complete_steps()[: -self.keep_latest_k]:
             # What is being deleted must not look like a checkpoint any more.
-            self.purge_queue.put(str(discard(Path(self._create_checkpoint_id(step)))))
+            self.purge_queue.put(str(discard(Path(self.folder) / f"step-{step}")))
 
     def _wait_for_saving(self) -> None:
         try:
@@ -229,7 +231,7 @@ def _metadata(folder: str) -> Metadata:
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
+def _named(what: str) -> Generator[None]:
     """Say in RoutePack's errors what failed: another rank, or the reading and writing."""
     try:
         with collectives.together(what):

@@ -29,13 +29,14 @@ from routepack.distributed import collectives
 from routepack.microbatches import minibatches
 from routepack.microbatches.materialize import Microbatch
 from routepack.torchtitan.checkpoints import huggingface
-from routepack.torchtitan.model import overrides
+from routepack.torchtitan.model import cpu_device, overrides
 from routepack.torchtitan.model.models import TrainedModel, check_names, checked, moe_layer_ids, num_experts_of
 from routepack.torchtitan.moves import expert_moves
 from routepack.torchtitan.trainer import initialization
 from routepack.torchtitan.trainer.microbatch_tensors import ReplayedMicrobatch
-from routepack.torchtitan.trainer.settings import StepMetrics, TrainerSettings, config_fields, start_alone
+from routepack.torchtitan.trainer.settings import TrainerSettings
 from routepack.torchtitan.trainer.step_observer import StepObserver, TokenMeans
+from routepack.torchtitan.trainer.torchtitan_config import StepMetrics, config_fields, start_alone
 from routepack.torchtitan.trainer.window import Window, by_token, check_tokens, cut, own_batch, trained_tokens
 from routepack.training.finite_guard import StepGuard, counted
 from routepack.training.losses import TokenLoss
@@ -87,7 +88,9 @@ class RoutePackTrainer(Trainer):
         self._torn: RankLostError | None = None
         self.prepare_initialization(config)
         self._microbatches_left = 0
-        super().__init__(config)
+        with cpu_device.torchtitan_on_cpu():
+            super().__init__(config)
+        self._stock_forward_backward, self.fwd_bwd_fn = self.fwd_bwd_fn, self.forward_backward
         if config.gathers_once:
             self.sharded.set_reshard_after_forward(False)
         self.observer = StepObserver(
@@ -134,9 +137,13 @@ class RoutePackTrainer(Trainer):
 
     def init_distributed(self) -> ParallelDims:
         """TorchTitan's meshes, on the process group that exists or on the one that TorchTitan starts."""
-        if not dist.is_initialized():
-            return super().init_distributed()
-        return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
+        if dist.is_initialized():
+            dims = ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
+        else:
+            dims = super().init_distributed()
+        # Now, as TorchTitan would only when it first needs one, which may be after its device was put back.
+        dims.build_mesh()
+        return dims
 
     def update(self, batch: Window, plan: Plan, loss: TokenLoss, *, save: bool = True) -> dict[str, float]:
         """One optimizer step on a window: move experts as planned, then M microbatches, then AdamW.
@@ -187,7 +194,7 @@ class RoutePackTrainer(Trainer):
         learning_rate = self.learning_rate
         self.observer.start()
         started = time.perf_counter()
-        with counted(self), collectives.together(f"step {self.step} was trained"):
+        with counted(self), cpu_device.quiet(), collectives.together(f"step {self.step} was trained"):
             self.train_step(map(self._input, microbatches))
         self._step_seconds = time.perf_counter() - started
         counts: dict[str, float] = {"trained_tokens": num_trained, "num_microbatches": len(microbatches)}
@@ -203,7 +210,7 @@ class RoutePackTrainer(Trainer):
         """
         microbatches = self._agreed_microbatches(batch, plan, "log_probabilities")
         self.move_experts(plan.placement)
-        with collectives.together("log-probabilities were computed"):
+        with cpu_device.quiet(), collectives.together("log-probabilities were computed"):
             results = [self._forward_only(microbatch) for microbatch in microbatches]
         self._reshard()
         return by_token(batch, microbatches, results)
@@ -349,12 +356,13 @@ class RoutePackTrainer(Trainer):
         """This microbatch's share of the window's loss: its sum over trained tokens / trained tokens of the whole window."""
         return (loss_n * loss_mask_n).sum() / trained_tokens
 
-    def _forward_backward_body(
+    def forward_backward(
         self, inputs: Tensor, labels: Tensor, global_valid_tokens: Tensor, extra_kwargs: dict[str, Any]
     ) -> Tensor:
+        """What TorchTitan's train step does with a microbatch: RoutePack's, if it is one of a plan, else TorchTitan's own."""
         microbatch, token_loss = self._microbatch, self._loss
         if microbatch is None or token_loss is None:
-            return super()._forward_backward_body(inputs, labels, global_valid_tokens, extra_kwargs)
+            return self._stock_forward_backward(inputs, labels, global_valid_tokens, extra_kwargs)
         self._defer_until_last()
         with self.train_context():
             logprobs_n = self._logprobs(inputs, extra_kwargs, microbatch.targets_n)
