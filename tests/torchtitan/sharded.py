@@ -63,7 +63,7 @@ def sharded(experiment: Any) -> tuple[Any, Any]:
     from routepack.torchtitan.trainer.torchtitan_config import config_fields
     from routepack.torchtitan.trainer.trainer import RoutePackTrainer
 
-    config = RoutePackTrainer.Config(model=experiment.model, **config_fields(experiment.model, experiment.trainer))
+    config = RoutePackTrainer.Config(**config_fields(experiment.model, experiment.trainer))
     dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
     dims.build_mesh()
     utils.set_spmd_backend(config.parallelism.spmd_backend)

@@ -97,13 +97,15 @@ class StepMetrics(MetricsProcessor):
 
 
 def config_fields(model: TrainedModel, settings: TrainerSettings) -> dict[str, Any]:
-    """The fields of a TorchTitan ``Trainer.Config``; raises ConfigError where they do not fit the ranks that were started."""
+    """The fields of ``RoutePackTrainer.Config``; raises ConfigError where they do not fit the ranks that were started."""
     spec = model.model_spec()
     if settings.placement_invariant:
         make_invariant(spec, max_norm=settings.max_norm)
     shard_degree = settings.shard_degree(int(os.environ.get("WORLD_SIZE", "1")), num_experts_of(spec))
     recompute = _RECOMPUTE[settings.activation_checkpoint]
     return {
+        "model": model,
+        "settings": settings,
         "model_spec": spec,
         "loss": CrossEntropyLoss.Config(),
         "tokenizer": NoTokenizer.Config(),
