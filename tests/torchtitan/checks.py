@@ -38,12 +38,13 @@ from routepack.torchtitan.launch.launch import build_experiment, load
 from routepack.torchtitan.model import models, overrides
 from routepack.torchtitan.model.experts import TritonExperts
 from routepack.torchtitan.model.models import TinyQwen3MoE, build_local_model
-from routepack.torchtitan.moves import expert_moves, invariance
+from routepack.torchtitan.moves import invariance
 from routepack.torchtitan.rl.rl_run import RLRun
 from routepack.torchtitan.trainer import initialization, torchtitan_config
 from routepack.torchtitan.trainer.reference_policy import ReferencePolicy
 from routepack.torchtitan.trainer.settings import TrainerSettings
 from routepack.torchtitan.trainer.trainer import RoutePackTrainer
+from routepack.training import expert_moves
 from routepack.training.losses import CrossEntropyTokenLoss, GRPOTokenLoss, TokenLoss
 from routepack.training.progress import Progress
 from routepack.training.tasks import CountingTask, Grade, Prompt

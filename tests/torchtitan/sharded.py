@@ -85,7 +85,7 @@ def facts(model: Any, dims: Any) -> dict[str, Any]:
     from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 
     from routepack.torchtitan.model import overrides
-    from routepack.torchtitan.moves.expert_moves import ShardLayout
+    from routepack.training.expert_moves import ShardLayout
 
     modules = list(model.modules())
     placed = overrides.placed_layers(model)

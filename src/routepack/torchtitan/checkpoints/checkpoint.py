@@ -1,7 +1,7 @@
 """Checkpoints that do not depend on where the experts are, and that are whole or absent.
 
 TorchTitan's manager of distributed checkpoints, with three changes. Experts are written in logical order and read into the
-slots of whatever placement holds (:mod:`~routepack.torchtitan.checkpoints.logical_order`), so ranks, EP degree and
+slots of whatever placement holds (:mod:`~routepack.training.logical_order`), so ranks, EP degree and
 placement may differ between a save and a load, and a checkpoint can be exchanged with TorchTitan's own. The placement is
 saved beside them. And a checkpoint is written under another name and renamed once it is complete.
 """
@@ -31,9 +31,9 @@ from routepack.core.errors import CheckpointError, ConfigError
 from routepack.core.plans import ExpertPlacement
 from routepack.distributed import collectives
 from routepack.torchtitan.checkpoints import huggingface
-from routepack.torchtitan.checkpoints.logical_order import LogicalLoadPlanner, LogicalRows, LogicalSavePlanner
 from routepack.torchtitan.model.private import check_checkpoint_hooks
 from routepack.training.folders import commit, discard, fresh_folder, remove_leftovers, rename
+from routepack.training.logical_order import LogicalLoadPlanner, LogicalRows, LogicalSavePlanner
 
 ROUTEPACK = "routepack"
 """The name of RoutePack's own part among the states of a checkpoint."""

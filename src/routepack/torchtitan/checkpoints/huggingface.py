@@ -24,8 +24,8 @@ from torchtitan.trainer import Trainer
 
 from routepack.core.errors import CheckpointError, ConfigError, RoutePackError
 from routepack.distributed import collectives
-from routepack.torchtitan.moves.expert_moves import ShardLayout, take_shard
 from routepack.training import folders
+from routepack.training.expert_moves import ShardLayout, take_shard
 
 MOST_BYTES = 5 * 10**9
 """Of one file, unless one parameter has more."""

@@ -269,6 +269,17 @@ def placed_layers(model: nn.Module) -> list[PlacedRoutedExperts]:
     return [module for module in model.modules() if isinstance(module, PlacedRoutedExperts)]
 
 
+def expert_modules(model: nn.Module) -> list[GroupedExperts]:
+    """What holds the experts' weights, in layer order."""
+    return [layer.inner_experts for layer in placed_layers(model)]
+
+
+def tokens_per_expert(model: nn.Module) -> Tensor:
+    """int64 [L, E]: how many rows each expert got in the last forward, by its logical number."""
+    counts = [layer.last_tokens_per_expert_E for layer in placed_layers(model)]
+    return torch.stack([count for count in counts if count is not None]).long()
+
+
 def set_replay(model: nn.Module, routed_experts_BTLK: Tensor | None) -> None:
     """From now on replay these ids, int [B, tokens, layers, K], -1 where none was recorded; None: route natively."""
     for layer, router in enumerate(replay_routers(model)):

@@ -22,7 +22,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from routepack.distributed import collectives
 from routepack.torchtitan.model.overrides import PlacedRoutedExperts, placed_layers
 from routepack.torchtitan.model.private import reduce_scatter_by
-from routepack.torchtitan.moves.expert_moves import ShardLayout
+from routepack.training.expert_moves import ShardLayout
 
 
 def make_invariant(spec: ModelSpec, *, max_norm: float) -> None:

@@ -21,7 +21,7 @@ from torchtitan.protocols.module import Module
 
 from routepack.core.errors import ConfigError
 from routepack.torchtitan.model import cpu_device
-from routepack.torchtitan.moves.expert_moves import take_shard
+from routepack.training.expert_moves import take_shard
 
 
 def draw_whole(spec: ModelSpec, *, seed: int) -> None:

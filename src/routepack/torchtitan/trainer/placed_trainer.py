@@ -1,4 +1,4 @@
-"""TorchTitan's Trainer with experts that may be anywhere: moves them, and hands out, takes and saves weights in logical order."""
+"""TorchTitan's Trainer with experts that may be anywhere: moves them, and gives, takes and saves weights in logical order."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from routepack.distributed import collectives
 from routepack.torchtitan.checkpoints import huggingface
 from routepack.torchtitan.model import cpu_device, overrides
 from routepack.torchtitan.model.models import TrainedModel, check_names, checked, moe_layer_ids, num_experts_of
-from routepack.torchtitan.moves import expert_moves
 from routepack.torchtitan.trainer import initialization
 from routepack.torchtitan.trainer.settings import TrainerSettings
+from routepack.training import expert_moves
 
 
 class PlacedTrainer(Trainer):
@@ -111,7 +111,7 @@ class PlacedTrainer(Trainer):
         self._reshard()
         try:
             self.last_move = expert_moves.move_experts(
-                overrides.placed_layers(self.model),
+                overrides.expert_modules(self.model),
                 self.optimizers,
                 self.placement,
                 placement,

@@ -9,7 +9,7 @@ import torch
 
 from routepack.core.component import Component, Count, CountOrZero, Limits, NotNegative, Positive
 from routepack.core.errors import ConfigError
-from routepack.torchtitan.moves.expert_moves import STAGING_BYTES
+from routepack.training.expert_moves import STAGING_BYTES
 
 LEAST_STAGING_BYTES = 2**16
 PARTIAL_DTENSOR, SPMD_TYPES = "partial_dtensor", "spmd_types"

@@ -26,11 +26,11 @@ from routepack.torchtitan.model.models import TrainedModel
 from routepack.torchtitan.trainer.microbatch_tensors import ReplayedMicrobatch
 from routepack.torchtitan.trainer.placed_trainer import PlacedTrainer
 from routepack.torchtitan.trainer.settings import TrainerSettings
-from routepack.torchtitan.trainer.step_observer import StepObserver, TokenMeans
 from routepack.torchtitan.trainer.torchtitan_config import StepMetrics, config_fields, start_alone
 from routepack.torchtitan.trainer.window import Window, by_token, check_tokens, cut, own_batch, trained_tokens
 from routepack.training.finite_guard import StepGuard, counted
 from routepack.training.losses import TokenLoss
+from routepack.training.step_observer import StepObserver, TokenMeans
 
 _REPLAYED = "routepack_microbatch"
 """The key under which a microbatch travels through TorchTitan's train step."""
@@ -82,7 +82,7 @@ class RoutePackTrainer(PlacedTrainer):
         Returns:
             ``loss``, ``grad_norm`` (before clipping), ``learning_rate``, ``trained_tokens``, ``num_microbatches``,
             ``experts_moved``, ``move_ms``, and the loss's own metrics averaged over trained tokens; and what
-            :meth:`~routepack.torchtitan.trainer.step_observer.StepObserver.finish` saw. The same on every rank.
+            :meth:`~routepack.training.step_observer.StepObserver.finish` saw. The same on every rank.
 
         Raises:
             PlanError: the plan fits neither the batch nor this trainer, or ranks hold different ones.
@@ -179,7 +179,7 @@ class RoutePackTrainer(PlacedTrainer):
             loss = self.normalized(loss_n, microbatch.loss_mask_n, global_valid_tokens)
             loss.backward()
         self._means.add(token_loss.metrics(logprobs_n.detach(), microbatch.fields), microbatch.loss_mask_n)
-        self.observer.add(self.model, microbatch)
+        self.observer.add(overrides.tokens_per_expert(self.model), microbatch.padding_routes_nLK)
         overrides.set_replay(self.model, None)
         self._guard.after_backward(loss, self.model, last=not self._microbatches_left)
         return loss

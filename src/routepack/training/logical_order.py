@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from routepack.core.errors import PlanError
 from routepack.distributed import collectives
-from routepack.torchtitan.moves.expert_moves import ShardLayout
+from routepack.training.expert_moves import ShardLayout
 
 Name = str
 """A tensor's name in the flattened state: a parameter's, or ``optimizer.state.<parameter>.<state>``."""

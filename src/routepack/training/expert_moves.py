@@ -23,7 +23,6 @@ from routepack.core.errors import PlanError, RankLostError, RoutePackError
 from routepack.core.plans import ExpertPlacement
 from routepack.distributed import collectives
 from routepack.distributed.exchange_rows import RowExchange, RowMoves
-from routepack.torchtitan.model.overrides import PlacedRoutedExperts
 
 _OUTER_TO_INNER = ("ep", "efsdp", "fsdp", "dp_shard")
 """The mesh axes that split expert slots, in the order in which they split: every EP block is cut again by FSDP."""
@@ -136,7 +135,7 @@ class MoveFigures:
 
 
 def move_experts(
-    layers: Sequence[PlacedRoutedExperts],
+    layers: Sequence[nn.Module],
     optimizers: Iterable[torch.optim.Optimizer],
     old: ExpertPlacement,
     new: ExpertPlacement,
@@ -150,6 +149,7 @@ def move_experts(
     Everything that can fail on one rank alone is done before the ranks agree to start, staging memory included.
 
     Args:
+        layers: for each MoE layer the module whose own parameters, DTensors [P, ...], are its experts' weights.
         num_ranks: EP ranks, for the count of experts.
         staging: what a rank receives into.
         error: one that this rank has already; then no rank moves anything.
@@ -181,7 +181,7 @@ Prepared = tuple[list[tuple[int, RowExchange]], Tensor, RoutePackError | None]
 
 
 def _prepared(
-    layers: Sequence[PlacedRoutedExperts],
+    layers: Sequence[nn.Module],
     optimizers: list[torch.optim.Optimizer],
     old: ExpertPlacement,
     new: ExpertPlacement,
@@ -246,14 +246,14 @@ def _moved(layer: int, num_layers: int, exchange: RowExchange, staging: Tensor) 
 
 
 def layer_exchanges(
-    layer: PlacedRoutedExperts, optimizers: Iterable[torch.optim.Optimizer], source_P: np.ndarray, staging_bytes: int
+    experts: nn.Module, optimizers: Iterable[torch.optim.Optimizer], source_P: np.ndarray, staging_bytes: int
 ) -> list[RowExchange]:
     """One layer's exchanges, ready to run: one for all tensors of the weights' layout, and one for each other layout.
 
     Raises PlanError where an optimizer keeps something for the experts that cannot follow them.
     """
     by_layout: dict[tuple, tuple[ShardLayout, list[Tensor]]] = {}
-    for tensor, layout in expert_tensors(layer.inner_experts, optimizers):
+    for tensor, layout in expert_tensors(experts, optimizers):
         key = tuple((rank, *rows.tolist()) for rank, rows in layout.rows_of_rank.items())
         by_layout.setdefault(key, (layout, []))[1].append(tensor)
     return [
