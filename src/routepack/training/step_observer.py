@@ -45,7 +45,7 @@ class StepObserver:
                 raise ConfigError(f"trainer.step_log={self.step_log} cannot be written: {error.strerror}.") from error
 
     def start(self) -> None:
-        """A step begins."""
+        """Forget the last step's loads: a step begins."""
         self._routed_MLE, self._padding_MLE = [], []
 
     def add(self, routed_LE: Tensor, padding_routes_nLK: Tensor) -> None:

@@ -44,6 +44,7 @@ class Placed(Protocol):
 
     placement: ExpertPlacement
     windows_done: int
+    step: int
 
     @property
     def expert_parallel_degree(self) -> int:
@@ -130,6 +131,7 @@ class PlacedCheckpointManager(CheckpointManager):
             unfinished = fresh_folder(final)
             logical = self.trainer.logical_of_parameter()
             if to_hf:
+                assert self.sd_adapter is not None, "TorchTitan has looked for it"
                 huggingface.write(unfinished, state_dict, self.sd_adapter, logical)
                 return commit(unfinished, final)
             planner = LogicalSavePlanner(LogicalRows(logical_of_parameter=logical))
@@ -185,7 +187,7 @@ class PlacedCheckpointManager(CheckpointManager):
         collectives.meet("checkpoints were looked for")
         remove_leftovers(Path(self.folder))
         loaded = super()._load(step)
-        self.last_saved_step = cast(Any, self.trainer).step if loaded else 0
+        self.last_saved_step = self.trainer.step if loaded else 0
         return loaded
 
     def _find_load_step(self, folder: str = "") -> int:

@@ -215,7 +215,7 @@ def load_full_state(local: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def load_parameters(local: nn.Module, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """As :func:`load_full_state`, one parameter after another, such as ``RoutePackTrainer.logical_parameters()``.
+    """Give an unsharded model its parameters one after another, such as ``RoutePackTrainer.logical_parameters()``.
 
     Raises ConfigError at a name or shape that the model lacks, and at the end where a parameter is missing.
     """
@@ -225,7 +225,7 @@ def load_parameters(local: nn.Module, parameters: Iterable[tuple[str, Tensor]]) 
 
 
 def checked(parameters: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
-    """The same *parameters*; raises ConfigError at one that *shapes* does not have, and at the end where one was missing."""
+    """Pass *parameters* on; raises ConfigError at one that *shapes* does not have, and at the end where one was missing."""
     seen: dict[str, torch.Size] = {}
     for name, value in parameters:
         seen[name] = value.shape

@@ -40,7 +40,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
-        """As TorchTitan's."""
+        """The options of TorchTitan's own."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -89,7 +89,7 @@ class TokenExperts(GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        """As TorchTitan's."""
+        """The options of TorchTitan's own."""
 
     def forward_tokens(self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor) -> Tensor:
         """[T, D]: each token's experts, all of them here, weighted by its scores."""
@@ -104,7 +104,7 @@ class PlacedRoutedExperts(RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        """As TorchTitan's."""
+        """The options of TorchTitan's own."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -168,7 +168,7 @@ class LoopExperts(GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        """As TorchTitan's."""
+        """The options of TorchTitan's own."""
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """[R, D]: rows come sorted by expert. Experts without rows take part: their gradients are zeros, not missing."""
@@ -210,7 +210,7 @@ class DocumentAttention(VarlenAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        """As TorchTitan's."""
+        """The options of TorchTitan's own."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

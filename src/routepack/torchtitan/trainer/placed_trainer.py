@@ -80,12 +80,12 @@ class PlacedTrainer(Trainer):
 
     @property
     def model(self) -> Decoder:
-        """The model, sharded."""
+        """The model, as TorchTitan built and sharded it."""
         return cast(Decoder, self.model_parts[0])
 
     @property
     def sharded(self) -> FSDPModule:
-        """The same model as what FSDP made of it."""
+        """The model as FSDP sees it: when to gather, reshard and reduce."""
         return cast(FSDPModule, self.model_parts[0])
 
     def set_placement(self, placement: ExpertPlacement) -> None:

@@ -34,11 +34,11 @@ _RECOMPUTE: dict[str, type[ActivationCheckpointing] | None] = {"none": None, "se
 
 
 class NoTokenizer(BaseTokenizer):
-    """Batches come as token ids; TorchTitan wants a tokenizer all the same."""
+    """Stands for the tokenizer that TorchTitan wants; windows come as token ids."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
-        """Nothing to set."""
+        """There is nothing to set."""
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         super().__init__()
@@ -55,20 +55,20 @@ class NoDataLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """Nothing to set."""
+        """There is nothing to set."""
 
     def __init__(self, config: Config, **kwargs: Any) -> None: ...
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """No batch."""
+        """An iterator that has ended."""
         return iter(())
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty."""
+        """An empty state: there is no position in the data to keep."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to load."""
+        """There is no position in the data to load."""
 
 
 class StepMetrics(MetricsProcessor):
@@ -76,7 +76,7 @@ class StepMetrics(MetricsProcessor):
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
-        """As TorchTitan's."""
+        """The options of TorchTitan's own."""
 
     last: dict[str, float]
 

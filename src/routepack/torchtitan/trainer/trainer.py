@@ -41,7 +41,7 @@ class RoutePackTrainer(PlacedTrainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(PlacedTrainer.Config):
-        """As its base's."""
+        """The options of its base class."""
 
     def __init__(self, config: Config) -> None:
         self._microbatch: ReplayedMicrobatch | None = None
@@ -82,7 +82,7 @@ class RoutePackTrainer(PlacedTrainer):
         Returns:
             ``loss``, ``grad_norm`` (before clipping), ``learning_rate``, ``trained_tokens``, ``num_microbatches``,
             ``experts_moved``, ``move_ms``, and the loss's own metrics averaged over trained tokens; and what
-            :meth:`~routepack.training.step_observer.StepObserver.finish` saw. The same on every rank.
+            :meth:`~routepack.training.step_observer.StepObserver.finish` saw. Every rank gets the same figures.
 
         Raises:
             PlanError: the plan fits neither the batch nor this trainer, or ranks hold different ones.
@@ -132,8 +132,8 @@ class RoutePackTrainer(PlacedTrainer):
     def log_probabilities(self, batch: Window, plan: Plan) -> np.ndarray:
         """float32 [N]: the log-probability of every token given the earlier ones, under replay; 0 for first tokens.
 
-        Moves experts as planned first, so that the update that follows finds them in place. The same on every rank;
-        of its own tokens alone where a rank holds its own sequences.
+        Moves experts as planned first, so that the update that follows finds them in place. Every rank gets all of them, or
+        those of its own tokens where it holds its own sequences.
         """
         microbatches = self._agreed_microbatches(batch, plan, "log_probabilities")
         self.move_experts(plan.placement)
