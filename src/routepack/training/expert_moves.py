@@ -159,14 +159,22 @@ def move_experts(
         RankLostError: a rank was lost during the move; the experts are torn, and the run must end.
     """
     started = time.perf_counter()
-    exchanges, memory, error = _prepared(layers, list(optimizers), old, new, staging, error)
+    device = next(parameter.device for layer in layers for parameter in layer.parameters())
+    exchanges: list[tuple[int, RowExchange]] = []
+    memory = torch.empty(0, dtype=torch.uint8, device=device)
+    if error is None:
+        try:
+            exchanges = _exchanges(layers, list(optimizers), slot_sources(old, new), staging.limit_on(device))
+            memory = staging.take(max((exchange.staged_bytes for _, exchange in exchanges), default=0), device)
+        except RoutePackError as caught:
+            error = caught
     signatures = [exchange.signature for _, exchange in exchanges]
     digest = digest_of(old.physical_to_logical_LP, new.physical_to_logical_LP, *signatures)
-    collectives.agree(digest, "placement", error=error, device=memory.device)
+    collectives.agree(digest, "placement", error=error, device=device)
     sent = 0
     for layer, exchange in exchanges:
         sent += _moved(layer, len(layers), exchange, memory)
-    if memory.device.type != "cpu":
+    if device.type != "cpu":
         # The last row has arrived, or the error is here, before anybody relies on the new placement.
         torch.accelerator.synchronize()
     return MoveFigures(
@@ -175,34 +183,6 @@ def move_experts(
         staged_bytes=len(memory),
         seconds=time.perf_counter() - started,
     )
-
-
-Prepared = tuple[list[tuple[int, RowExchange]], Tensor, RoutePackError | None]
-
-
-def _prepared(
-    layers: Sequence[nn.Module],
-    optimizers: list[torch.optim.Optimizer],
-    old: ExpertPlacement,
-    new: ExpertPlacement,
-    staging: StagingMemory,
-    error: RoutePackError | None,
-) -> Prepared:
-    """Each exchange with its layer's number, memory for all of them, and what speaks against it."""
-    exchanges: list[tuple[int, RowExchange]] = []
-    device = next(parameter.device for layer in layers for parameter in layer.parameters())
-    memory = torch.empty(0, dtype=torch.uint8, device=device)
-    if error is not None:
-        return exchanges, memory, error
-    try:
-        for number, (layer, source_P) in enumerate(zip(layers, slot_sources(old, new), strict=True)):
-            if (source_P != np.arange(len(source_P))).any():
-                limit = staging.limit_on(device)
-                exchanges += [(number, one) for one in layer_exchanges(layer, optimizers, source_P, limit)]
-        memory = staging.take(max((exchange.staged_bytes for _, exchange in exchanges), default=0), device)
-    except RoutePackError as caught:
-        error = caught
-    return exchanges, memory, error
 
 
 @dataclass(kw_only=True)
@@ -243,6 +223,18 @@ def _moved(layer: int, num_layers: int, exchange: RowExchange, staging: Tensor) 
             f"while the experts of MoE layer {layer} (of {num_layers}) moved, {error} Their weights are torn and cannot be "
             "used or saved."
         ) from error
+
+
+def _exchanges(
+    layers: Sequence[nn.Module], optimizers: list[torch.optim.Optimizer], source_LP: np.ndarray, staging_bytes: int
+) -> list[tuple[int, RowExchange]]:
+    """The exchanges of every layer in which a slot gets another expert, each with the layer's number."""
+    moving = [number for number, source_P in enumerate(source_LP) if (source_P != np.arange(len(source_P))).any()]
+    return [
+        (number, one)
+        for number in moving
+        for one in layer_exchanges(layers[number], optimizers, source_LP[number], staging_bytes)
+    ]
 
 
 def layer_exchanges(

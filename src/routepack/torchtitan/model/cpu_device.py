@@ -45,7 +45,6 @@ CPU_MODULE = SimpleNamespace(
     set_device=lambda device: None,
     current_device=lambda: 0,
     device_count=lambda: 1,
-    synchronize=lambda device=None: None,
     get_device_name=lambda device=None: "cpu",
     get_device_properties=lambda device=None: SimpleNamespace(
         total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -100,10 +99,9 @@ def quiet() -> Generator[None]:
         yield
 
 
-def reduce_with_plain_sums(model: nn.Module) -> nn.Module:
+def reduce_with_plain_sums(model: nn.Module) -> None:
     """Let FSDP reduce gradients by plain sums: gloo lacks the pre-multiplied sum that TorchTitan's factor of 1 asks for."""
     if on_cpu():
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
-    return model

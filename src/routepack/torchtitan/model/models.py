@@ -46,7 +46,7 @@ class TrainedModel(Component):
             raise ConfigError(f"model {spec.name} {spec.flavor} has no MoE layer: choose a mixture-of-experts model.")
         for layer in moe_layers:
             cast(Decoder.Config, spec.model).layers[layer].moe.load_balance_coeff = None
-        spec.parallelize_fn = _with_plain_sums(spec.parallelize_fn)
+        after_parallelizing(spec, cpu_device.reduce_with_plain_sums)
         spec.post_optimizer_build_fn = None
         return spec
 
@@ -158,6 +158,18 @@ class DeepSeekV2Lite(TrainedModel):
         return spec
 
 
+def after_parallelizing(spec: ModelSpec, change: Callable[[nn.Module], None]) -> None:
+    """Let *change* be made to the model that *spec* builds, once TorchTitan has parallelized it."""
+    parallelize = spec.parallelize_fn
+
+    def parallelize_and_change(model: nn.Module, **options: Any) -> nn.Module:
+        parallel = parallelize(model, **options)
+        change(parallel)
+        return parallel
+
+    spec.parallelize_fn = parallelize_and_change
+
+
 def moe_layer_ids(spec: ModelSpec) -> list[int]:
     """The decoder layers that are mixtures of experts."""
     layers = cast(Decoder.Config, spec.model).layers
@@ -247,10 +259,3 @@ def check_names(shapes: Mapping[str, torch.Size], given: Mapping[str, torch.Size
 
 def _shapes(local: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in local.named_parameters()}
-
-
-def _with_plain_sums(parallelize: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    def parallelize_with_plain_sums(model: nn.Module, **kwargs: Any) -> nn.Module:
-        return cpu_device.reduce_with_plain_sums(parallelize(model, **kwargs))
-
-    return parallelize_with_plain_sums

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.protocols.model_spec import ModelSpec
 
 from routepack.distributed import collectives
+from routepack.torchtitan.model.models import after_parallelizing
 from routepack.torchtitan.model.overrides import PlacedRoutedExperts, placed_layers
 from routepack.torchtitan.model.private import reduce_scatter_by
 from routepack.training.expert_moves import ShardLayout
@@ -30,16 +31,11 @@ def make_invariant(spec: ModelSpec, *, max_norm: float) -> None:
 
     TorchTitan's own clipping must be left without effect: ``training.max_norm`` infinite.
     """
-    parallelize = spec.parallelize_fn
-
-    def parallelize_and_order_sums(model: nn.Module, **kwargs: Any) -> nn.Module:
-        return _order_sums(parallelize(model, **kwargs))
-
-    spec.parallelize_fn = parallelize_and_order_sums
+    after_parallelizing(spec, _order_sums)
     spec.post_optimizer_build_fn = partial(_clip_before_steps, max_norm)
 
 
-def _order_sums(model: nn.Module) -> nn.Module:
+def _order_sums(model: nn.Module) -> None:
     experts: list[Tensor] = []
     for layer in placed_layers(model):
         layer.add_in_recorded_order()
@@ -47,7 +43,6 @@ def _order_sums(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             reduce_scatter_by(module, RankOrderReduceScatter(), experts)
-    return model
 
 
 class RankOrderReduceScatter:

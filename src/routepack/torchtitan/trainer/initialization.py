@@ -15,12 +15,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from routepack.core.errors import ConfigError
 from routepack.torchtitan.model import cpu_device
+from routepack.torchtitan.model.models import after_parallelizing
 from routepack.training.expert_moves import take_shard
 
 
@@ -29,28 +31,27 @@ def draw_whole(spec: ModelSpec, *, seed: int) -> None:
 
     Drawing raises ConfigError where a module initialises its parameters by itself, not by its config's ``param_init``.
     """
-    parallelize, drawn = spec.parallelize_fn, set[int]()
+    drawn = set[int]()
     for _, config, _, _ in spec.traverse(Module.Config, recurse=True):
         module = cast(Module.Config, config)
         if module.param_init is not None:
             module.param_init = {name: _drawing_whole(draw, drawn) for name, draw in module.param_init.items()}
 
-    def parallelize_and_draw_whole(model: nn.Module, **kwargs: Any) -> nn.Module:
-        parallel = cast(Any, parallelize(model, **kwargs))
-        stock = parallel.init_weights
+    def draw_from_seed(parallel: nn.Module) -> None:
+        model = cast(Decoder, parallel)
+        stock = model.init_weights
 
-        def init_weights(**options: Any) -> None:
+        def init_weights(**options: torch.device | None) -> None:
             with torch.random.fork_rng(devices=cpu_device.random_devices()):
                 torch.manual_seed(seed)
                 stock(**options)
-            left = [name for name, parameter in parallel.named_parameters() if id(parameter) not in drawn]
+            left = [name for name, parameter in model.named_parameters() if id(parameter) not in drawn]
             if left:
                 raise ConfigError(f"model {spec.name} {spec.flavor} has no param_init for {left[0]}: it cannot be drawn whole.")
 
-        parallel.init_weights = init_weights
-        return parallel
+        model.init_weights = init_weights
 
-    spec.parallelize_fn = parallelize_and_draw_whole
+    after_parallelizing(spec, draw_from_seed)
 
 
 def _drawing_whole(draw: Callable[[Tensor], Any], drawn: set[int]) -> Callable[[Tensor], Any]:

@@ -21,7 +21,6 @@ from torchtitan.config.configs import CommConfig, DebugConfig
 from torchtitan.config.override import OverrideConfig
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, SelectiveAC
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import filesystem
 
 from routepack.core.errors import ConfigError
@@ -118,37 +117,29 @@ def config_fields(model: TrainedModel, settings: TrainerSettings) -> dict[str, A
         ),
         # A decay to 1 times the rate is no decay, and unlike "no decay" it may go on past training.steps.
         "lr_scheduler": LRSchedulersContainer.Config(warmup_steps=settings.warmup_steps, min_lr_factor=1.0),
-        "training": _training(settings, spec),
-        "parallelism": _parallelism(settings, shard_degree),
+        "training": TrainingConfig(
+            local_batch_size=1,
+            # TorchTitan cuts the table of rotary angles to seq_len: what a sequence may have, not what a microbatch has.
+            seq_len=cast(Decoder.Config, spec.model).max_seq_len,
+            # Where sums are ordered the gradients are clipped just before the step.
+            max_norm=math.inf if settings.placement_invariant else settings.max_norm,
+            steps=settings.num_steps,
+            disable_cuda_graphs=True,
+            dtype=settings.storage_dtype,
+            mixed_precision_param=settings.param_dtype,
+        ),
+        "parallelism": ParallelismConfig(
+            data_parallel_replicate_degree=settings.data_parallel_replicate_degree,
+            data_parallel_shard_degree=shard_degree,
+            expert_parallel_degree=settings.expert_parallel_degree,
+            spmd_backend=cast(Any, settings.spmd_backend),
+        ),
         "checkpoint": _checkpoint(settings),
         "activation_checkpoint": None if recompute is None else recompute.Config(),
         "comm": CommConfig(init_timeout_seconds=settings.timeout_seconds, trace_buf_size=0),
         "debug": DebugConfig(seed=settings.seed, deterministic=settings.deterministic, enable_structured_logging=False),
         "override": OverrideConfig(imports=model.override_imports()),
     }
-
-
-def _training(settings: TrainerSettings, spec: ModelSpec) -> TrainingConfig:
-    # TorchTitan cuts the table of rotary angles to seq_len, so this is what a sequence may have, not what a microbatch has.
-    return TrainingConfig(
-        local_batch_size=1,
-        seq_len=cast(Decoder.Config, spec.model).max_seq_len,
-        # Where sums are ordered the gradients are clipped just before the step.
-        max_norm=math.inf if settings.placement_invariant else settings.max_norm,
-        steps=settings.num_steps,
-        disable_cuda_graphs=True,
-        dtype=settings.storage_dtype,
-        mixed_precision_param=settings.param_dtype,
-    )
-
-
-def _parallelism(settings: TrainerSettings, shard_degree: int) -> ParallelismConfig:
-    return ParallelismConfig(
-        data_parallel_replicate_degree=settings.data_parallel_replicate_degree,
-        data_parallel_shard_degree=shard_degree,
-        expert_parallel_degree=settings.expert_parallel_degree,
-        spmd_backend=cast(Any, settings.spmd_backend),
-    )
 
 
 def _checkpoint(settings: TrainerSettings) -> PlacedCheckpointManager.Config:
