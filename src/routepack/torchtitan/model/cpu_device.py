@@ -60,7 +60,7 @@ CPU_MODULE = SimpleNamespace(
 def torchtitan_on_cpu() -> Generator[None]:
     """Inside the block TorchTitan uses the CPU where there is no accelerator; where there is one, nothing changes.
 
-    Four of TorchTitan's modules hold copies of its device: every module that holds one gets the CPU, and its own back.
+    Several of TorchTitan's modules hold copies of its device: each of them gets the CPU, and its own back.
     """
     if not on_cpu():
         yield

@@ -241,7 +241,7 @@ def checked(parameters: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch
     seen: dict[str, torch.Size] = {}
     for name, value in parameters:
         seen[name] = value.shape
-        check_names({known: shape for known, shape in shapes.items() if known == name}, {name: value.shape})
+        check_names({name: shapes[name]} if name in shapes else {}, {name: value.shape})
         yield name, value
     check_names(shapes, seen)
 
