@@ -32,9 +32,9 @@ def rank_main(args):
     from routepack.distributed import collectives
     from routepack.torchtitan.model import overrides
     from routepack.torchtitan.model.models import TinyQwen3MoE
-    from routepack.torchtitan.moves.expert_moves import MoveFigures, StagingMemory, move_experts
     from routepack.torchtitan.trainer.settings import TrainerSettings
     from routepack.torchtitan.trainer.trainer import RoutePackTrainer
+    from routepack.training.expert_moves import MoveFigures, StagingMemory, move_experts
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{args.join}", rank=rank, world_size=size)
@@ -53,7 +53,7 @@ def rank_main(args):
     memories = {mib: StagingMemory(limit_bytes=mib * MIB) for mib in args.staging_mib}
 
     def moved(old, new, mib) -> MoveFigures:
-        layers = overrides.placed_layers(trainer.model)
+        layers = overrides.expert_modules(trainer.model)
         return move_experts(layers, trainer.optimizers, old, new, num_ranks=size, staging=memories[mib])
 
     def timed(work):

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 import windows
 from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.distributed.utils import clip_grad_norm_
 
 from routepack.components.attention_aware_packer import AttentionAwarePacker
 from routepack.core.errors import PlanError, RankLostError, RoutePackError
@@ -36,13 +38,13 @@ from routepack.torchtitan.launch.launch import build_experiment, load
 from routepack.torchtitan.model import models, overrides
 from routepack.torchtitan.model.experts import TritonExperts
 from routepack.torchtitan.model.models import TinyQwen3MoE, build_local_model
-from routepack.torchtitan.moves import expert_moves, invariance
+from routepack.torchtitan.moves import invariance
 from routepack.torchtitan.rl.rl_run import RLRun
-from routepack.torchtitan.trainer import initialization
-from routepack.torchtitan.trainer import settings as settings_module
+from routepack.torchtitan.trainer import initialization, torchtitan_config
 from routepack.torchtitan.trainer.reference_policy import ReferencePolicy
 from routepack.torchtitan.trainer.settings import TrainerSettings
 from routepack.torchtitan.trainer.trainer import RoutePackTrainer
+from routepack.training import expert_moves
 from routepack.training.losses import CrossEntropyTokenLoss, GRPOTokenLoss, TokenLoss
 from routepack.training.progress import Progress
 from routepack.training.tasks import CountingTask, Grade, Prompt
@@ -376,8 +378,6 @@ def moves_every_step(ep: int, num_steps: int = 20, fault: str = "", **changes: A
 @check
 def clips(ep: int, **changes: Any) -> dict[str, list[float]]:
     """Norms of the same gradients at twelve placements, as ordered sums and as TorchTitan give them; what a step leaves."""
-    from torchtitan.distributed.utils import clip_grad_norm_
-
     trainer = build_trainer(ep, placement_invariant=True, max_norm=0.05, **changes)
     batch = windows.window(0)
     trainer.update(batch, windows.shuffled_plan(batch, topology_of(trainer), 0), CrossEntropyTokenLoss())
@@ -511,12 +511,9 @@ def loads(ep: int, folder: str, stock: bool = False, **changes: Any) -> dict[str
 
 def with_checkpoints(ep: int, folder: str, *, stock: bool = False, **changes: Any) -> RoutePackTrainer:
     """A trainer that saves every other step, or one with TorchTitan's own checkpoints, which know no placement."""
-    # TorchTitan is imported after RoutePack has chosen its device.
-    from torchtitan.components.checkpoint import CheckpointManager
-
     with pytest.MonkeyPatch.context() as manager:
         if stock:
-            manager.setattr(settings_module, "PlacedCheckpointManager", CheckpointManager)
+            manager.setattr(torchtitan_config, "PlacedCheckpointManager", CheckpointManager)
         return build_trainer(ep, checkpoint_interval=2, dump_folder=folder, **changes)
 
 

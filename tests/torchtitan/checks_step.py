@@ -19,8 +19,8 @@ from routepack.distributed import exchange_sequences
 from routepack.distributed.exchange_sequences import HeldSequences
 from routepack.microbatches import minibatches
 from routepack.microbatches.materialize import microbatches
-from routepack.torchtitan.moves import expert_moves
 from routepack.torchtitan.trainer.reference_policy import ReferencePolicy
+from routepack.training import expert_moves
 from routepack.training.losses import CrossEntropyTokenLoss
 
 PADDING = 16

@@ -18,18 +18,17 @@ from typing import Any
 
 
 def main(file: Path) -> None:
-    # First, as it chooses TorchTitan's device.
-    from routepack.torchtitan.model import cpu_device  # isort: skip
-
     from routepack.core.config import load
     from routepack.torchtitan.launch.launch import experiment_of
+    from routepack.torchtitan.model import cpu_device
 
-    # Overrides and attention as on a GPU; nothing is computed.
-    cpu_device.on_cpu = lambda: False
     results: dict[str, dict[int, dict[str, Any]]] = {}
-    for key, config, overrides, ranks in pickle.loads(file.read_bytes()):
-        experiment = experiment_of(load([config], overrides))
-        results[key] = {rank: in_a_process_of_its_own(facts_of, experiment, rank) for rank in ranks}
+    with cpu_device.torchtitan_on_cpu():
+        # Overrides and attention as on a GPU; nothing is computed.
+        cpu_device.on_cpu = lambda: False
+        for key, config, overrides, ranks in pickle.loads(file.read_bytes()):
+            experiment = experiment_of(load([config], overrides))
+            results[key] = {rank: in_a_process_of_its_own(facts_of, experiment, rank) for rank in ranks}
     file.write_bytes(pickle.dumps(results))
 
 
@@ -61,10 +60,10 @@ def sharded(experiment: Any) -> tuple[Any, Any]:
     from torchtitan.config.override import apply_overrides
     from torchtitan.distributed import ParallelDims, utils
 
-    from routepack.torchtitan.trainer.settings import config_fields
+    from routepack.torchtitan.trainer.torchtitan_config import config_fields
     from routepack.torchtitan.trainer.trainer import RoutePackTrainer
 
-    config = RoutePackTrainer.Config(model=experiment.model, **config_fields(experiment.model, experiment.trainer))
+    config = RoutePackTrainer.Config(**config_fields(experiment.model, experiment.trainer))
     dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
     dims.build_mesh()
     utils.set_spmd_backend(config.parallelism.spmd_backend)
@@ -86,7 +85,7 @@ def facts(model: Any, dims: Any) -> dict[str, Any]:
     from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 
     from routepack.torchtitan.model import overrides
-    from routepack.torchtitan.moves.expert_moves import ShardLayout
+    from routepack.training.expert_moves import ShardLayout
 
     modules = list(model.modules())
     placed = overrides.placed_layers(model)

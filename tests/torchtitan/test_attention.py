@@ -5,11 +5,10 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from torchtitan.models.common import attention as theirs
 
 from routepack.torchtitan.model.attention import EqualWidthAttention
 from routepack.torchtitan.model.overrides import DocumentAttention
-
-from torchtitan.models.common import attention as theirs  # isort: skip - the device is chosen by now
 
 
 def kernel_of_one_width(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size, **options):

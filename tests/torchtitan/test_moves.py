@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from routepack.core.plans import ExpertPlacement
-from routepack.torchtitan.moves import expert_moves
+from routepack.training import expert_moves
 
 LAYOUTS = [
     ("alone", "moves"),

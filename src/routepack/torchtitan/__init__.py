@@ -1,9 +1,1 @@
-"""RoutePack in TorchTitan 0.3.0: overrides, trainer, rollouts and the RL loop.
-
-Importing this package chooses TorchTitan's device, which must come before TorchTitan's own modules:
-see :mod:`routepack.torchtitan.model.cpu_device`.
-"""
-
-from routepack.torchtitan.model import cpu_device
-
-cpu_device.install()
+"""RoutePack in TorchTitan 0.3.0: models with replayed routes and placed experts, the trainer, rollouts and the RL loop."""

@@ -1,7 +1,7 @@
 """Checkpoints that do not depend on where the experts are, and that are whole or absent.
 
 TorchTitan's manager of distributed checkpoints, with three changes. Experts are written in logical order and read into the
-slots of whatever placement holds (:mod:`~routepack.torchtitan.checkpoints.logical_order`), so ranks, EP degree and
+slots of whatever placement holds (:mod:`~routepack.training.logical_order`), so ranks, EP degree and
 placement may differ between a save and a load, and a checkpoint can be exchanged with TorchTitan's own. The placement is
 saved beside them. And a checkpoint is written under another name and renamed once it is complete.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,8 +31,9 @@ from routepack.core.errors import CheckpointError, ConfigError
 from routepack.core.plans import ExpertPlacement
 from routepack.distributed import collectives
 from routepack.torchtitan.checkpoints import huggingface
-from routepack.torchtitan.checkpoints.logical_order import LogicalLoadPlanner, LogicalRows, LogicalSavePlanner
+from routepack.torchtitan.model.private import check_checkpoint_hooks
 from routepack.training.folders import commit, discard, fresh_folder, remove_leftovers, rename
+from routepack.training.logical_order import LogicalLoadPlanner, LogicalRows, LogicalSavePlanner
 
 ROUTEPACK = "routepack"
 """The name of RoutePack's own part among the states of a checkpoint."""
@@ -43,6 +44,7 @@ class Placed(Protocol):
 
     placement: ExpertPlacement
     windows_done: int
+    step: int
 
     @property
     def expert_parallel_degree(self) -> int:
@@ -108,6 +110,7 @@ class PlacedCheckpointManager(CheckpointManager):
                 raise ConfigError(f"checkpoint.folder={self.folder} cannot be renamed in one go: name a mounted folder.")
 
     def __init__(self, config: Config, **parts: Any) -> None:
+        check_checkpoint_hooks()
         super().__init__(config, **parts)
         self.last_saved_step = 0
         if self.enable:
@@ -128,6 +131,7 @@ class PlacedCheckpointManager(CheckpointManager):
             unfinished = fresh_folder(final)
             logical = self.trainer.logical_of_parameter()
             if to_hf:
+                assert self.sd_adapter is not None, "TorchTitan has looked for it"
                 huggingface.write(unfinished, state_dict, self.sd_adapter, logical)
                 return commit(unfinished, final)
             planner = LogicalSavePlanner(LogicalRows(logical_of_parameter=logical))
@@ -183,7 +187,7 @@ class PlacedCheckpointManager(CheckpointManager):
         collectives.meet("checkpoints were looked for")
         remove_leftovers(Path(self.folder))
         loaded = super()._load(step)
-        self.last_saved_step = cast(Any, self.trainer).step if loaded else 0
+        self.last_saved_step = self.trainer.step if loaded else 0
         return loaded
 
     def _find_load_step(self, folder: str = "") -> int:
@@ -196,11 +200,11 @@ class PlacedCheckpointManager(CheckpointManager):
         return sorted(int(m[1]) for path, m in matches.items() if m and any((path / name).is_file() for name in complete))
 
     def _purge_stale_checkpoints(self) -> None:
-        if not self._should_purge():
+        if not self.keep_latest_k or collectives.this_rank():
             return
         for step in self._complete_steps()[: -self.keep_latest_k]:
             # What is being deleted must not look like a checkpoint any more.
-            self.purge_queue.put(str(discard(Path(self._create_checkpoint_id(step)))))
+            self.purge_queue.put(str(discard(Path(self.folder) / f"step-{step}")))
 
     def _wait_for_saving(self) -> None:
         try:
@@ -229,7 +233,7 @@ def _metadata(folder: str) -> Metadata:
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
+def _named(what: str) -> Generator[None]:
     """Say in RoutePack's errors what failed: another rank, or the reading and writing."""
     try:
         with collectives.together(what):

@@ -20,12 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.base import ModelWrapper
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.trainer import Trainer
 
 from routepack.core.errors import CheckpointError, ConfigError, RoutePackError
 from routepack.distributed import collectives
-from routepack.torchtitan.moves.expert_moves import ShardLayout, take_shard
 from routepack.training import folders
+from routepack.training.expert_moves import ShardLayout, take_shard
 
 MOST_BYTES = 5 * 10**9
 """Of one file, unless one parameter has more."""
@@ -39,11 +40,14 @@ def export(
     *,
     dtype: torch.dtype,
 ) -> None:
-    """Write a trainer's weights into a new *folder*, which is whole or absent. Collective; errors as :func:`write`'s."""
-    state = ModelWrapper(model_parts).state_dict()
+    """Write a trainer's weights into a new *folder*, which is whole or absent. Collective.
+
+    Raises ConfigError where the model's weights have no names in Hugging Face's format.
+    """
+    adapter, state = _adapter(config), ModelWrapper(model_parts).state_dict()
     floats = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
     unfinished = folders.fresh_folder(folder)
-    write(unfinished, floats, _adapter(config), logical_of_parameter)
+    write(unfinished, floats, adapter, logical_of_parameter)
     folders.commit(unfinished, folder)
 
 
@@ -62,29 +66,27 @@ def load(
     wrapper.load_state_dict(state)
 
 
-def _adapter(config: Trainer.Config) -> Any:
+def _adapter(config: Trainer.Config) -> BaseStateDictAdapter:
     spec = config.model_spec
     assert spec is not None
-    return spec.state_dict_adapter(spec.model, None) if spec.state_dict_adapter else None
-
-
-def _check_adapter(adapter: Any) -> None:
-    if adapter is None:
+    if spec.state_dict_adapter is None:
         raise ConfigError("this model has no state_dict_adapter, so its weights have no names in Hugging Face's format.")
+    return spec.state_dict_adapter(spec.model, None)
 
 
-def write(folder: Path, state: Mapping[str, Any], adapter: Any, logical_of_parameter: Mapping[str, np.ndarray]) -> None:
+def write(
+    folder: Path,
+    state: Mapping[str, Tensor],
+    adapter: BaseStateDictAdapter,
+    logical_of_parameter: Mapping[str, np.ndarray],
+) -> None:
     """Write a model's state into *folder* as safetensors files with an index. Collective; rank 0 writes.
 
     Args:
         state: TorchTitan's names and tensors, sharded or not.
         adapter: the model's ``state_dict_adapter``.
         logical_of_parameter: int64 [P] for each expert parameter: the expert in each slot.
-
-    Raises:
-        ConfigError: the model has no adapter.
     """
-    _check_adapter(adapter)
     writer = _Writer(folder)
     for name, full in _full_tensors(state, logical_of_parameter):
         if collectives.this_rank() == 0:
@@ -95,7 +97,7 @@ def write(folder: Path, state: Mapping[str, Any], adapter: Any, logical_of_param
 
 
 @torch.no_grad()
-def _full_tensors(state: Mapping[str, Any], logical_of_parameter: Mapping[str, np.ndarray]) -> Iterator[tuple[str, Tensor]]:
+def _full_tensors(state: Mapping[str, Tensor], logical_of_parameter: Mapping[str, np.ndarray]) -> Iterator[tuple[str, Tensor]]:
     for name, value in state.items():
         full = value.full_tensor() if isinstance(value, DTensor) else value
         if name in logical_of_parameter:
@@ -138,7 +140,12 @@ class _Writer:
 
 
 @torch.no_grad()
-def read(folder: Path, state: Mapping[str, Any], adapter: Any, logical_of_parameter: Mapping[str, np.ndarray]) -> None:
+def read(
+    folder: Path,
+    state: Mapping[str, Tensor],
+    adapter: BaseStateDictAdapter,
+    logical_of_parameter: Mapping[str, np.ndarray],
+) -> None:
     """Fill a model's state in place from the safetensors files in *folder*. Every rank reads, and no rank waits for another.
 
     A rank reads the rows of the experts that it holds; of any other parameter it has the whole in memory for a moment.
@@ -149,11 +156,9 @@ def read(folder: Path, state: Mapping[str, Any], adapter: Any, logical_of_parame
         logical_of_parameter: int64 [P] for each expert parameter: the expert in each slot.
 
     Raises:
-        ConfigError: the model has no adapter.
         CheckpointError: files that cannot be read, names or shapes that are not this model's. Nothing was changed then, unless
             a file broke off in the middle.
     """
-    _check_adapter(adapter)
     with _Files(folder) as files:
         names = {name: _names(adapter, name, value) for name, value in state.items()}
         files.check({one: shape for parts in names.values() for one, shape in parts.items()})
@@ -165,7 +170,7 @@ def read(folder: Path, state: Mapping[str, Any], adapter: Any, logical_of_parame
                 take_shard(value, files.tensor(parts[0]).to(value.device))
 
 
-def _names(adapter: Any, name: str, value: Tensor) -> dict[str, torch.Size]:
+def _names(adapter: BaseStateDictAdapter, name: str, value: Tensor) -> dict[str, torch.Size]:
     """What a parameter is called in Hugging Face's format, with shapes: one name, or one for each expert in order."""
     return {one: part.shape for one, part in adapter.to_hf({name: torch.empty(value.shape, device="meta")}).items()}
 
@@ -189,7 +194,7 @@ class _Files:
     folder: Path
 
     def __enter__(self) -> _Files:
-        self.opened: dict[Path, Any] = {}
+        self.opened: dict[Path, safe_open] = {}
         paths = sorted(self.folder.glob("*.safetensors"))
         if not paths:
             raise CheckpointError(f"{self.folder} holds no safetensors files: name a folder of Hugging Face's format.")
@@ -199,7 +204,7 @@ class _Files:
     def __exit__(self, *_: Any) -> None:
         self.opened.clear()
 
-    def _open(self, path: Path) -> Any:
+    def _open(self, path: Path) -> safe_open:
         if path not in self.opened:
             try:
                 self.opened[path] = safe_open(path, framework="pt")

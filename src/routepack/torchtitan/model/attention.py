@@ -23,7 +23,7 @@ class EqualWidthAttention(VarlenAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        """As TorchTitan's."""
+        """The options of TorchTitan's own."""
 
     def forward(self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, **options: Any) -> Tensor:
         """As TorchTitan's, [B, L, N, width of the values]."""

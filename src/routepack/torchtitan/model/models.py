@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import copy
 import importlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
-import torchtitan.models.qwen3 as qwen3
 from torch import Tensor, nn
 from torchtitan.config.override import OverrideConfig, apply_overrides
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common import CosSinRoPE, RMSNorm
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.qwen3.model import Qwen3Model
-from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
-from routepack.core.checks import whole
+from routepack.core.component import Component, Count, Limits, Positive
 from routepack.core.errors import ConfigError
-from routepack.torchtitan.model import cpu_device
+from routepack.torchtitan.model import cpu_device, private
 from routepack.torchtitan.model.overrides import override_imports
 
 LOOP_EXPERTS = "routepack.torchtitan.model.overrides.LoopExperts"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainedModel(ABC):
+class TrainedModel(Component):
     """Which model to train. A subclass names one; :meth:`model_spec` makes it fit for replay and placement."""
+
+    section: ClassVar[str] = "model"
 
     experts: str = LOOP_EXPERTS
     """Import path of the expert computation, a ``GroupedExperts`` subclass; empty: TorchTitan's own, in bfloat16."""
@@ -46,7 +46,7 @@ class TrainedModel(ABC):
             raise ConfigError(f"model {spec.name} {spec.flavor} has no MoE layer: choose a mixture-of-experts model.")
         for layer in moe_layers:
             cast(Decoder.Config, spec.model).layers[layer].moe.load_balance_coeff = None
-        spec.parallelize_fn = _with_plain_sums(spec.parallelize_fn)
+        after_parallelizing(spec, cpu_device.reduce_with_plain_sums)
         spec.post_optimizer_build_fn = None
         return spec
 
@@ -59,55 +59,43 @@ class TrainedModel(ABC):
 class TinyQwen3MoE(TrainedModel):
     """A Qwen3 mixture of experts of any size; the defaults train on a CPU."""
 
-    vocab_size: int = 64
+    vocab_size: Count = 64
     """Tokens of the vocabulary."""
-    dim: int = 64
+    dim: Count = 64
     """D, the model dimension."""
-    num_layers: int = 4
+    num_layers: Count = 4
     """Decoder layers, each with a mixture of experts."""
-    num_experts: int = 16
+    num_experts: Count = 16
     """E, experts of each layer."""
-    top_k: int = 2
+    top_k: Count = 2
     """K, experts a token."""
-    moe_hidden_dim: int = 64
+    moe_hidden_dim: Count = 64
     """F, the hidden dimension of an expert."""
-    num_heads: int = 4
+    num_heads: Count = 4
     """Query heads."""
-    num_kv_heads: int = 2
+    num_kv_heads: Count = 2
     """Key and value heads; divides num_heads."""
-    head_dim: int = 16
+    head_dim: Annotated[int, Limits(least=2)] = 16
     """The dimension of a head."""
-    max_seq_len: int = 512
+    max_seq_len: Count = 512
     """Tokens that a sequence may have: the length of the table of rotary angles."""
-    rope_theta: float = 10_000.0
+    rope_theta: Positive = 10_000.0
     """The base of the rotary angles."""
 
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "num_layers", "num_experts", "top_k", "moe_hidden_dim", "num_heads"):
-            whole(f"model.{name}", getattr(self, name), least=1)
+    def check_options(self) -> None:
+        """Raise ConfigError where heads or experts do not go together."""
         if self.top_k > self.num_experts:
             raise ConfigError(f"model.top_k={self.top_k} is more than model.num_experts={self.num_experts}.")
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+        if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"model.num_kv_heads={self.num_kv_heads} must divide model.num_heads={self.num_heads}.")
-        if self.head_dim < 2 or self.head_dim % 2:
+        if self.head_dim % 2:
             raise ConfigError(f"model.head_dim={self.head_dim} must be even: rotary angles turn pairs.")
 
     def stock_spec(self) -> ModelSpec:
         """The model of this size, built from the parts of TorchTitan's Qwen3."""
-        return ModelSpec(
-            name="qwen3",
-            flavor=f"moe_{self.num_layers}x{self.num_experts}",
-            model=self._model_config(),
-            parallelize_fn=qwen3.parallelize_qwen3,
-            pipelining_fn=None,
-            post_optimizer_build_fn=None,
-            state_dict_adapter=Qwen3StateDictAdapter,
-        )
-
-    def _model_config(self) -> Qwen3Model.Config:
-        # TorchTitan offers no public builder for a Qwen3 of another size; these names are private and pinned with its version.
-        embedding = Embedding.Config(num_embeddings=self.vocab_size, embedding_dim=self.dim, param_init=qwen3._EMBEDDING_INIT)
-        layers = qwen3._build_qwen3_moe_layers(
+        spec = RegisteredModel(name="qwen3", flavor="debugmodel_moe").stock_spec()
+        parts = cast(Qwen3Model.Config, spec.model)
+        layers = private.qwen3_moe_layers(
             n_layers=self.num_layers,
             dim=self.dim,
             n_heads=self.num_heads,
@@ -116,18 +104,18 @@ class TinyQwen3MoE(TrainedModel):
             moe_hidden_dim=self.moe_hidden_dim,
             num_experts=self.num_experts,
             top_k=self.top_k,
-            attn_backend="varlen",
-            moe_comm_backend="standard",
             rope=CosSinRoPE.Config(dim=self.head_dim, max_seq_len=self.max_seq_len, theta=self.rope_theta),
         )
-        return Qwen3Model.Config(
+        model = replace(
+            parts,
             vocab_size=self.vocab_size,
             dim=self.dim,
-            norm=qwen3._qwen3_norm(self.dim),
-            tok_embeddings=embedding,
-            lm_head=Linear.Config(in_features=self.dim, out_features=self.vocab_size, param_init=qwen3._LINEAR_INIT),
+            norm=replace(parts.norm, normalized_shape=self.dim),
+            tok_embeddings=replace(parts.tok_embeddings, num_embeddings=self.vocab_size, embedding_dim=self.dim),
+            lm_head=replace(parts.lm_head, in_features=self.dim, out_features=self.vocab_size),
             layers=layers,
         )
+        return replace(spec, flavor=f"moe_{self.num_layers}x{self.num_experts}", model=model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +156,18 @@ class DeepSeekV2Lite(TrainedModel):
         for layer in model.layers:
             layer.attention.mscale = 0.707
         return spec
+
+
+def after_parallelizing(spec: ModelSpec, change: Callable[[nn.Module], None]) -> None:
+    """Let *change* be made to the model that *spec* builds, once TorchTitan has parallelized it."""
+    parallelize = spec.parallelize_fn
+
+    def parallelize_and_change(model: nn.Module, **options: Any) -> nn.Module:
+        parallel = parallelize(model, **options)
+        change(parallel)
+        return parallel
+
+    spec.parallelize_fn = parallelize_and_change
 
 
 def moe_layer_ids(spec: ModelSpec) -> list[int]:
@@ -227,7 +227,7 @@ def load_full_state(local: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def load_parameters(local: nn.Module, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """As :func:`load_full_state`, one parameter after another, such as ``RoutePackTrainer.logical_parameters()``.
+    """Give an unsharded model its parameters one after another, such as ``RoutePackTrainer.logical_parameters()``.
 
     Raises ConfigError at a name or shape that the model lacks, and at the end where a parameter is missing.
     """
@@ -237,11 +237,11 @@ def load_parameters(local: nn.Module, parameters: Iterable[tuple[str, Tensor]]) 
 
 
 def checked(parameters: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
-    """The same *parameters*; raises ConfigError at one that *shapes* does not have, and at the end where one was missing."""
+    """Pass *parameters* on; raises ConfigError at one that *shapes* does not have, and at the end where one was missing."""
     seen: dict[str, torch.Size] = {}
     for name, value in parameters:
         seen[name] = value.shape
-        check_names({known: shape for known, shape in shapes.items() if known == name}, {name: value.shape})
+        check_names({name: shapes[name]} if name in shapes else {}, {name: value.shape})
         yield name, value
     check_names(shapes, seen)
 
@@ -259,10 +259,3 @@ def check_names(shapes: Mapping[str, torch.Size], given: Mapping[str, torch.Size
 
 def _shapes(local: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in local.named_parameters()}
-
-
-def _with_plain_sums(parallelize: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    def parallelize_with_plain_sums(model: nn.Module, **kwargs: Any) -> nn.Module:
-        return cpu_device.reduce_with_plain_sums(parallelize(model, **kwargs))
-
-    return parallelize_with_plain_sums

@@ -40,7 +40,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
-        """As TorchTitan's."""
+        """The options of TorchTitan's own."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -89,7 +89,7 @@ class TokenExperts(GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        """As TorchTitan's."""
+        """The options of TorchTitan's own."""
 
     def forward_tokens(self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor) -> Tensor:
         """[T, D]: each token's experts, all of them here, weighted by its scores."""
@@ -104,7 +104,7 @@ class PlacedRoutedExperts(RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        """As TorchTitan's."""
+        """The options of TorchTitan's own."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -168,7 +168,7 @@ class LoopExperts(GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        """As TorchTitan's."""
+        """The options of TorchTitan's own."""
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """[R, D]: rows come sorted by expert. Experts without rows take part: their gradients are zeros, not missing."""
@@ -210,7 +210,7 @@ class DocumentAttention(VarlenAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        """As TorchTitan's."""
+        """The options of TorchTitan's own."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -267,6 +267,17 @@ def replay_routers(model: nn.Module) -> list[ReplayRouter]:
 def placed_layers(model: nn.Module) -> list[PlacedRoutedExperts]:
     """The routed experts of a model, in layer order."""
     return [module for module in model.modules() if isinstance(module, PlacedRoutedExperts)]
+
+
+def expert_modules(model: nn.Module) -> list[GroupedExperts]:
+    """What holds the experts' weights, in layer order."""
+    return [layer.inner_experts for layer in placed_layers(model)]
+
+
+def tokens_per_expert(model: nn.Module) -> Tensor:
+    """int64 [L, E]: how many rows each expert got in the last forward, by its logical number."""
+    counts = [layer.last_tokens_per_expert_E for layer in placed_layers(model)]
+    return torch.stack([count for count in counts if count is not None]).long()
 
 
 def set_replay(model: nn.Module, routed_experts_BTLK: Tensor | None) -> None:

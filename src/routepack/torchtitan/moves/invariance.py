@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.protocols.model_spec import ModelSpec
 
 from routepack.distributed import collectives
+from routepack.torchtitan.model.models import after_parallelizing
 from routepack.torchtitan.model.overrides import PlacedRoutedExperts, placed_layers
-from routepack.torchtitan.moves.expert_moves import ShardLayout
+from routepack.torchtitan.model.private import reduce_scatter_by
+from routepack.training.expert_moves import ShardLayout
 
 
 def make_invariant(spec: ModelSpec, *, max_norm: float) -> None:
@@ -30,32 +31,21 @@ def make_invariant(spec: ModelSpec, *, max_norm: float) -> None:
 
     TorchTitan's own clipping must be left without effect: ``training.max_norm`` infinite.
     """
-    parallelize = spec.parallelize_fn
-
-    def parallelize_and_order_sums(model: nn.Module, **kwargs: Any) -> nn.Module:
-        return _order_sums(parallelize(model, **kwargs))
-
-    spec.parallelize_fn = parallelize_and_order_sums
+    after_parallelizing(spec, _order_sums)
     spec.post_optimizer_build_fn = partial(_clip_before_steps, max_norm)
 
 
-def _order_sums(model: nn.Module) -> nn.Module:
-    experts = set()
+def _order_sums(model: nn.Module) -> None:
+    experts: list[Tensor] = []
     for layer in placed_layers(model):
         layer.add_in_recorded_order()
-        experts |= {id(parameter) for parameter in layer.inner_experts.parameters()}
+        experts += layer.inner_experts.parameters()
     for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        # Not set_custom_reduce_scatter(): it refuses modules whose experts have a mesh of their own.
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            if any(id(one.sharded_param) in experts for one in group.fsdp_params):
-                group.force_sum_reduction_for_comms = True
-                group._reduce_scatter_comm = RankOrderReduceScatter()
-    return model
+        if isinstance(module, FSDPModule):
+            reduce_scatter_by(module, RankOrderReduceScatter(), experts)
 
 
-class RankOrderReduceScatter(ReduceScatter):
+class RankOrderReduceScatter:
     """A reduce-scatter that adds ranks in their order wherever an element lies; it sends as much as any other.
 
     Rings and trees begin at a rank that depends on the place. Two ranks give the same sum either way and go by the usual one.

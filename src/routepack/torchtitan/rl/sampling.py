@@ -17,6 +17,7 @@ from torchtitan.models.common.decoder import Decoder
 
 from routepack.core.errors import ConfigError
 from routepack.core.rollouts import id_dtype
+from routepack.torchtitan.model import cpu_device
 from routepack.torchtitan.model.models import TrainedModel, build_local_model, load_full_state
 from routepack.torchtitan.model.overrides import recorded_routes, replay_routers, routes_of
 from routepack.training.rollout import Rollout
@@ -111,7 +112,7 @@ class LocalPolicy:
             )
         for attention in self._attention:
             attention.start(int(writing.limit_S.max()) - 1)
-        with recorded_routes(self._model):
+        with recorded_routes(self._model), cpu_device.quiet():
             while writing.live_S.numel():
                 live_S = writing.live_S
                 kept_S = writing.advance(*self._step(writing), temperature)

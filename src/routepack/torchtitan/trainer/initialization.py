@@ -9,81 +9,62 @@ parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
+from routepack.core.errors import ConfigError
 from routepack.torchtitan.model import cpu_device
-from routepack.torchtitan.moves import expert_moves
+from routepack.torchtitan.model.models import after_parallelizing
+from routepack.training.expert_moves import take_shard
 
 
 def draw_whole(spec: ModelSpec, *, seed: int) -> None:
-    """Make the model that *spec* parallelizes draw every parameter whole, from *seed*; torch's random state stays as it was."""
-    parallelize = spec.parallelize_fn
+    """Make the model that *spec* builds draw every parameter whole, from *seed*; torch's random state stays as it was.
 
-    def parallelize_and_draw_whole(model: nn.Module, **kwargs: Any) -> nn.Module:
-        parallel = cast(Any, parallelize(model, **kwargs))
-        stock = parallel.init_weights
+    Drawing raises ConfigError where a module initialises its parameters by itself, not by its config's ``param_init``.
+    """
+    drawn = set[int]()
+    for _, config, _, _ in spec.traverse(Module.Config, recurse=True):
+        module = cast(Module.Config, config)
+        if module.param_init is not None:
+            module.param_init = {name: _drawing_whole(draw, drawn) for name, draw in module.param_init.items()}
 
-        def init_weights(**options: Any) -> None:
-            with torch.random.fork_rng(devices=cpu_device.random_devices()), drawn_whole(parallel):
+    def draw_from_seed(parallel: nn.Module) -> None:
+        model = cast(Decoder, parallel)
+        stock = model.init_weights
+
+        def init_weights(**options: torch.device | None) -> None:
+            with torch.random.fork_rng(devices=cpu_device.random_devices()):
                 torch.manual_seed(seed)
                 stock(**options)
+            left = [name for name, parameter in model.named_parameters() if id(parameter) not in drawn]
+            if left:
+                raise ConfigError(f"model {spec.name} {spec.flavor} has no param_init for {left[0]}: it cannot be drawn whole.")
 
-        parallel.init_weights = init_weights
-        return parallel
+        model.init_weights = init_weights
 
-    spec.parallelize_fn = parallelize_and_draw_whole
-
-
-@contextmanager
-def drawn_whole(model: nn.Module) -> Iterator[None]:
-    """Inside the block, initialising a module of *model* draws its parameters in full and keeps this rank's parts."""
-    modules = [module for module in model.modules() if isinstance(module, Module)]
-    for module in modules:
-        module._init_self_parameters = _initializer(module)  # pyrefly: ignore[bad-assignment]
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module._init_self_parameters
+    after_parallelizing(spec, draw_from_seed)
 
 
-def _initializer(module: Module) -> Callable[[], None]:
-    if module._param_init is None:
-        return lambda: _reset(module)
-
-    def initialize() -> None:
-        for name, parameter in module.named_parameters(recurse=False):
-            if (module._param_init or {}).get(name) is not skip_param_init:
-                _draw(module, name, parameter)
-
-    return initialize
+def _drawing_whole(draw: Callable[[Tensor], Any], drawn: set[int]) -> Callable[[Tensor], Any]:
+    # A config that stands in two places is met twice.
+    is_done = draw is skip_param_init or (isinstance(draw, partial) and draw.func is _draw)
+    return draw if is_done else partial(_draw, draw, drawn)
 
 
-def _draw(module: Module, name: str, parameter: Tensor) -> None:
+def _draw(draw: Callable[[Tensor], Any], drawn: set[int], parameter: Tensor) -> None:
     full = _empty_like(parameter)
-    module._init_param(name, cast(nn.Parameter, full))
-    expert_moves.take_shard(parameter, full)
-
-
-def _reset(module: Module) -> None:
-    """A module that initialises itself all at once, such as a norm of torch's own, on full tensors in its parameters' place."""
-    sharded = dict(module.named_parameters(recurse=False))
-    for name, parameter in sharded.items():
-        module._parameters[name] = nn.Parameter(_empty_like(parameter))
-    try:
-        type(module)._init_self_parameters(module)
-        for name, parameter in sharded.items():
-            expert_moves.take_shard(parameter, cast(Tensor, module._parameters[name]).detach())
-    finally:
-        module._parameters.update(sharded)
+    draw(full)
+    take_shard(parameter, full)
+    drawn.add(id(parameter))
 
 
 def _empty_like(parameter: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ class ReplayedMicrobatch:
     """A microbatch as tensors, one row of n tokens; what TorchTitan's own inputs do not hold."""
 
     targets_n: Tensor
-    """int64 [n]."""
+    """int64 [n]: the token that each fed token predicts."""
     loss_mask_n: Tensor
     """float32 [n]: 1 where the target is trained."""
     routed_experts_1nLK: Tensor

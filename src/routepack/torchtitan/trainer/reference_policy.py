@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from routepack.core.plans import Plan
 from routepack.core.rollouts import RolloutBatch
 from routepack.torchtitan.model import overrides
-from routepack.torchtitan.moves import expert_moves
 from routepack.torchtitan.trainer.trainer import RoutePackTrainer
+from routepack.training import expert_moves
 
 
 class ReferencePolicy:
@@ -36,7 +36,7 @@ class ReferencePolicy:
         self._swap()
         try:
             expert_moves.move_experts(
-                overrides.placed_layers(trainer.model),
+                overrides.expert_modules(trainer.model),
                 (),
                 self.placement,
                 plan.placement,

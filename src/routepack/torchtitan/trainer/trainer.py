@@ -3,104 +3,61 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.distributed import ParallelDims
-from torchtitan.models.common.decoder import Decoder
-from torchtitan.trainer import Trainer
 
-from routepack.core.errors import PlanError, RankLostError, RoutePackError, TraceError
-from routepack.core.plans import ExpertPlacement, Plan
+from routepack.core.errors import PlanError, RoutePackError, TraceError
+from routepack.core.plans import Plan
 from routepack.core.rollouts import RolloutBatch
 from routepack.cost.calibration import Forecaster
 from routepack.distributed import collectives
 from routepack.microbatches import minibatches
 from routepack.microbatches.materialize import Microbatch
-from routepack.torchtitan.checkpoints import huggingface
-from routepack.torchtitan.model import overrides
-from routepack.torchtitan.model.models import TrainedModel, check_names, checked, moe_layer_ids, num_experts_of
-from routepack.torchtitan.moves import expert_moves
-from routepack.torchtitan.trainer import initialization
+from routepack.torchtitan.model import cpu_device, overrides
+from routepack.torchtitan.model.models import TrainedModel
 from routepack.torchtitan.trainer.microbatch_tensors import ReplayedMicrobatch
-from routepack.torchtitan.trainer.settings import StepMetrics, TrainerSettings, config_fields, start_alone
-from routepack.torchtitan.trainer.step_observer import StepObserver, TokenMeans
+from routepack.torchtitan.trainer.placed_trainer import PlacedTrainer
+from routepack.torchtitan.trainer.settings import TrainerSettings
+from routepack.torchtitan.trainer.torchtitan_config import StepMetrics, config_fields, start_alone
 from routepack.torchtitan.trainer.window import Window, by_token, check_tokens, cut, own_batch, trained_tokens
 from routepack.training.finite_guard import StepGuard, counted
 from routepack.training.losses import TokenLoss
+from routepack.training.step_observer import StepObserver, TokenMeans
 
 _REPLAYED = "routepack_microbatch"
 """The key under which a microbatch travels through TorchTitan's train step."""
 
 
-class RoutePackTrainer(Trainer):
-    """A TorchTitan trainer whose optimizer steps follow a plan. Every method that takes a plan or a placement is collective.
-
-    Every parameter is drawn whole and kept in part, one after another, whatever the parallel degrees: TorchTitan on a CPU
-    would give every rank the same shard.
-    """
+class RoutePackTrainer(PlacedTrainer):
+    """A TorchTitan trainer whose optimizer steps follow a plan. Every method that takes a plan or a placement is collective."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
-        """TorchTitan's, and what RoutePack adds."""
-
-        model: TrainedModel
-        """What model_spec was made from."""
-        pad_to_multiple_of: int = 1
-        """As TrainerSettings.pad_to_multiple_of."""
-        gathers_once: bool = False
-        """Whether TrainerSettings.gather is ``step``."""
-        step_log: str = ""
-        """As TrainerSettings.step_log."""
-        staging_bytes: int = expert_moves.STAGING_BYTES
-        """As TrainerSettings.staging_bytes."""
-
-    placement: ExpertPlacement
-    """Where the experts are now."""
-    last_move: expert_moves.MoveFigures
-    """What the latest move took."""
-    windows_done: int
-    """Windows that a loop has trained; it counts them itself, checkpoints keep the count."""
+    class Config(PlacedTrainer.Config):
+        """The options of its base class."""
 
     def __init__(self, config: Config) -> None:
-        assert config.model_spec is not None
-        self.pad_to_multiple_of = config.pad_to_multiple_of
-        self.moe_layer_ids = moe_layer_ids(config.model_spec)
-        self.placement = ExpertPlacement.identity(len(self.moe_layer_ids), num_experts_of(config.model_spec))
         self._microbatch: ReplayedMicrobatch | None = None
         self._loss: TokenLoss | None = None
         self._means, self._guard = TokenMeans(), StepGuard()
-        self.last_move = expert_moves.MoveFigures()
-        self.staging = expert_moves.StagingMemory(limit_bytes=config.staging_bytes)
-        self.windows_done = 0
-        self._torn: RankLostError | None = None
-        self.prepare_initialization(config)
         self._microbatches_left = 0
         super().__init__(config)
-        if config.gathers_once:
+        self._stock_forward_backward, self.fwd_bwd_fn = self.fwd_bwd_fn, self.forward_backward
+        if self.settings.gather == "step":
             self.sharded.set_reshard_after_forward(False)
         self.observer = StepObserver(
             layer_ids=self.moe_layer_ids,
             data_parallel_rank=self._data_parallel_rank(),
-            step_log=Path(config.step_log) if config.step_log else None,
-            forecaster=Forecaster(configured="step" if config.gathers_once else "layer"),
+            step_log=Path(self.settings.step_log) if self.settings.step_log else None,
+            forecaster=Forecaster(configured=self.settings.gather),
         )
-
-    def prepare_initialization(self, config: Config) -> None:
-        """Make TorchTitan, which is about to build the model, draw every parameter whole."""
-        assert config.model_spec is not None
-        initialization.draw_whole(config.model_spec, seed=config.debug.seed or 0)
 
     @classmethod
     def from_settings(cls, *, model: TrainedModel, settings: TrainerSettings) -> RoutePackTrainer:
@@ -108,35 +65,12 @@ class RoutePackTrainer(Trainer):
 
         Raises ConfigError, before any process group starts, where parallel degrees fit neither the ranks nor the experts.
         """
-        config = cls.Config(
-            model=model,
-            pad_to_multiple_of=settings.pad_to_multiple_of,
-            gathers_once=settings.gather == "step",
-            step_log=settings.step_log,
-            staging_bytes=settings.staging_bytes,
-            **config_fields(model, settings),
-        )
+        config = cls.Config(**config_fields(model, settings))
         start_alone()
         trainer = cls(config)
         if settings.initial_weights:
             trainer.load_huggingface(settings.initial_weights)
         return trainer
-
-    @property
-    def model(self) -> Decoder:
-        """The model, sharded."""
-        return cast(Decoder, self.model_parts[0])
-
-    @property
-    def sharded(self) -> FSDPModule:
-        """The same model as what FSDP made of it."""
-        return cast(FSDPModule, self.model_parts[0])
-
-    def init_distributed(self) -> ParallelDims:
-        """TorchTitan's meshes, on the process group that exists or on the one that TorchTitan starts."""
-        if not dist.is_initialized():
-            return super().init_distributed()
-        return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
 
     def update(self, batch: Window, plan: Plan, loss: TokenLoss, *, save: bool = True) -> dict[str, float]:
         """One optimizer step on a window: move experts as planned, then M microbatches, then AdamW.
@@ -148,7 +82,7 @@ class RoutePackTrainer(Trainer):
         Returns:
             ``loss``, ``grad_norm`` (before clipping), ``learning_rate``, ``trained_tokens``, ``num_microbatches``,
             ``experts_moved``, ``move_ms``, and the loss's own metrics averaged over trained tokens; and what
-            :meth:`~routepack.torchtitan.trainer.step_observer.StepObserver.finish` saw. The same on every rank.
+            :meth:`~routepack.training.step_observer.StepObserver.finish` saw. Every rank gets the same figures.
 
         Raises:
             PlanError: the plan fits neither the batch nor this trainer, or ranks hold different ones.
@@ -187,7 +121,7 @@ class RoutePackTrainer(Trainer):
         learning_rate = self.learning_rate
         self.observer.start()
         started = time.perf_counter()
-        with counted(self), collectives.together(f"step {self.step} was trained"):
+        with counted(self), cpu_device.quiet(), collectives.together(f"step {self.step} was trained"):
             self.train_step(map(self._input, microbatches))
         self._step_seconds = time.perf_counter() - started
         counts: dict[str, float] = {"trained_tokens": num_trained, "num_microbatches": len(microbatches)}
@@ -198,12 +132,12 @@ class RoutePackTrainer(Trainer):
     def log_probabilities(self, batch: Window, plan: Plan) -> np.ndarray:
         """float32 [N]: the log-probability of every token given the earlier ones, under replay; 0 for first tokens.
 
-        Moves experts as planned first, so that the update that follows finds them in place. The same on every rank;
-        of its own tokens alone where a rank holds its own sequences.
+        Moves experts as planned first, so that the update that follows finds them in place. Every rank gets all of them, or
+        those of its own tokens where it holds its own sequences.
         """
         microbatches = self._agreed_microbatches(batch, plan, "log_probabilities")
         self.move_experts(plan.placement)
-        with collectives.together("log-probabilities were computed"):
+        with cpu_device.quiet(), collectives.together("log-probabilities were computed"):
             results = [self._forward_only(microbatch) for microbatch in microbatches]
         self._reshard()
         return by_token(batch, microbatches, results)
@@ -220,125 +154,6 @@ class RoutePackTrainer(Trainer):
         """What the next update uses."""
         return float(next(iter(self.optimizers)).param_groups[0]["lr"])
 
-    def move_experts(self, placement: ExpertPlacement) -> int:
-        """Put the experts where *placement* says, weights and optimizer state; call it between optimizer steps.
-
-        All or nothing: ranks agree before the first byte moves. :attr:`last_move` has the figures.
-
-        Returns:
-            How many experts, over all layers, changed their EP rank.
-
-        Raises:
-            PlanError: the placement has other layers or experts than the model, ranks hold different ones, or one cannot
-                move. Every rank keeps the placement that it had.
-            RankLostError: a rank was lost during the move. The experts are torn: this trainer refuses to go on.
-        """
-        self.check_whole()
-        self._reshard()
-        try:
-            self.last_move = expert_moves.move_experts(
-                overrides.placed_layers(self.model),
-                self.optimizers,
-                self.placement,
-                placement,
-                num_ranks=self.parallel_dims.ep,
-                staging=self.staging,
-                error=self._placement_error(placement),
-            )
-        except RankLostError as error:
-            self._torn = error
-            raise
-        self.set_placement(placement)
-        return self.last_move.num_experts
-
-    def _reshard(self) -> None:
-        # FSDP leaves the last layers gathered after a forward, for a backward pass that may not come: a load or a move that
-        # follows would be missed.
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-    def check_whole(self) -> None:
-        """Raise RankLostError if a move was interrupted and the experts are torn."""
-        if self._torn is not None:
-            raise RankLostError(f"an earlier move did not end, this trainer cannot go on: {self._torn}")
-
-    def logical_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters by name, experts in logical order, on every rank, one at a time. Collective at every step."""
-        self.check_whole()
-        logical_LE = self._slots(self.placement.logical_to_physical_LE)
-        for name, parameter in self._named_parameters():
-            full = _full(parameter)
-            yield name, full[logical_LE[name]] if name in logical_LE else full
-
-    def logical_state_dict(self) -> dict[str, Tensor]:
-        """All of :meth:`logical_parameters`: for ``model.load_full_state``. Collective."""
-        return dict(self.logical_parameters())
-
-    def load_full_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take full parameters in logical order, as :meth:`logical_state_dict` gives them; optimizer state stays.
-
-        Every rank passes the same. Raises ConfigError where names or shapes differ.
-        """
-        check_names(self.parameter_shapes(), {name: value.shape for name, value in state.items()})
-        self.load_parameters(state.items())
-
-    @torch.no_grad()
-    def load_parameters(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Take full parameters in logical order, one at a time, so that one of them is in memory; optimizer state stays.
-
-        Every rank passes the same, in any order. Raises ConfigError at a name or shape that the model lacks, and at the end
-        where a parameter is missing; what came before has been taken.
-        """
-        own = dict(self._named_parameters())
-        physical_LP = self._slots(self.placement.physical_to_logical_LP)
-        for name, full in checked(parameters, self.parameter_shapes()):
-            full = full.to(self.device)
-            full = full[physical_LP[name]] if name in physical_LP else full
-            expert_moves.take_shard(own[name], full)
-
-    def parameter_shapes(self) -> dict[str, torch.Size]:
-        """The full shape of every parameter, by name."""
-        return {name: parameter.shape for name, parameter in self._named_parameters()}
-
-    @property
-    def expert_parallel_degree(self) -> int:
-        """R, the ranks that share one copy of the experts."""
-        return self.parallel_dims.ep
-
-    def logical_of_parameter(self) -> dict[str, np.ndarray]:
-        """int64 [P] for each expert parameter by name: the expert in each slot."""
-        slots = self._slots(self.placement.physical_to_logical_LP)
-        return {name: logical_P.cpu().numpy() for name, logical_P in slots.items()}
-
-    def resume(self) -> int:
-        """Load the last complete checkpoint if there is one; gives the number of steps that were trained. Collective.
-
-        Ranks, EP degree and placement may differ from those it was saved with; the placement is restored at its EP degree.
-        """
-        self.checkpointer.load(step=self.config.checkpoint.load_step)
-        return self.step
-
-    def save(self, *, last: bool = False) -> bool:
-        """Save a checkpoint if one is due, or if none was saved of the *last* step; whether one was. Collective."""
-        return self.checkpointer.save(self.step, last_step=last)
-
-    def export_huggingface(self, folder: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write the weights in Hugging Face's format into a new *folder*, experts in logical order. Collective.
-
-        Raises ConfigError where the model has no such names, CheckpointError where the folder cannot be written.
-        """
-        self.check_whole()
-        huggingface.export(Path(folder), self.model_parts, self.config, self.logical_of_parameter(), dtype=dtype)
-
-    def load_huggingface(self, folder: str | Path) -> None:
-        """Take weights in Hugging Face's format, wherever the experts are; optimizer state stays. Collective.
-
-        Raises CheckpointError where files, names or shapes are not this model's.
-        """
-        self._reshard()
-        huggingface.load(Path(folder), self.model_parts, self.config, self.logical_of_parameter())
-
     def post_dataloading_process(self, input_dict: dict[str, Any], labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """TorchTitan's hook before the forward: takes RoutePack's microbatch out and sets its routes for replay."""
         self._microbatch = input_dict.pop(_REPLAYED, None)
@@ -349,12 +164,13 @@ class RoutePackTrainer(Trainer):
         """This microbatch's share of the window's loss: its sum over trained tokens / trained tokens of the whole window."""
         return (loss_n * loss_mask_n).sum() / trained_tokens
 
-    def _forward_backward_body(
+    def forward_backward(
         self, inputs: Tensor, labels: Tensor, global_valid_tokens: Tensor, extra_kwargs: dict[str, Any]
     ) -> Tensor:
+        """What TorchTitan's train step does with a microbatch: RoutePack's, if it is one of a plan, else TorchTitan's own."""
         microbatch, token_loss = self._microbatch, self._loss
         if microbatch is None or token_loss is None:
-            return super()._forward_backward_body(inputs, labels, global_valid_tokens, extra_kwargs)
+            return self._stock_forward_backward(inputs, labels, global_valid_tokens, extra_kwargs)
         self._defer_until_last()
         with self.train_context():
             logprobs_n = self._logprobs(inputs, extra_kwargs, microbatch.targets_n)
@@ -363,7 +179,7 @@ class RoutePackTrainer(Trainer):
             loss = self.normalized(loss_n, microbatch.loss_mask_n, global_valid_tokens)
             loss.backward()
         self._means.add(token_loss.metrics(logprobs_n.detach(), microbatch.fields), microbatch.loss_mask_n)
-        self.observer.add(self.model, microbatch)
+        self.observer.add(overrides.tokens_per_expert(self.model), microbatch.padding_routes_nLK)
         overrides.set_replay(self.model, None)
         self._guard.after_backward(loss, self.model, last=not self._microbatches_left)
         return loss
@@ -371,7 +187,7 @@ class RoutePackTrainer(Trainer):
     def _defer_until_last(self) -> None:
         """Where parameters are gathered once a window, gradients stay unsharded too until its last microbatch."""
         self._microbatches_left -= 1
-        if cast(RoutePackTrainer.Config, self.config).gathers_once:
+        if self.settings.gather == "step":
             self.sharded.set_requires_gradient_sync(self._microbatches_left == 0)
             self.sharded.set_reshard_after_backward(self._microbatches_left == 0)
 
@@ -406,7 +222,7 @@ class RoutePackTrainer(Trainer):
         try:
             self._check_plan(own_batch(batch), plan)
             check_tokens(batch, self.config.model_spec, needs)
-            microbatches = cut(batch, plan, self._data_parallel_rank(), pad_to_multiple_of=self.pad_to_multiple_of)
+            microbatches = cut(batch, plan, self._data_parallel_rank(), pad_to_multiple_of=self.settings.pad_to_multiple_of)
         except RoutePackError as caught:
             error = caught
         collectives.agree(plan.content_digest(), "plan", error=error, device=self.device)
@@ -425,29 +241,3 @@ class RoutePackTrainer(Trainer):
             raise error
         if batch.layer_ids_L.tolist() != self.moe_layer_ids:
             raise TraceError(f"the batch recorded layers {batch.layer_ids_L.tolist()}; the model's are {self.moe_layer_ids}.")
-
-    def _placement_error(self, placement: ExpertPlacement) -> PlanError | None:
-        placed, own = placement.physical_to_logical_LP.shape, self.placement.physical_to_logical_LP.shape
-        return None if placed == own else PlanError(f"the placement is of {placed} [layers, experts]; the model has {own}.")
-
-    def set_placement(self, placement: ExpertPlacement) -> None:
-        """From now on the weights, as they lie, are those of *placement*; :meth:`move_experts` moves them."""
-        self.placement = placement
-        for layer, slots_P in zip(overrides.placed_layers(self.model), placement.physical_to_logical_LP, strict=True):
-            layer.set_placement(torch.from_numpy(slots_P.astype(np.int64)).to(self.device))
-
-    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        return ((canonical_fqn(name), parameter) for name, parameter in self.model.named_parameters())
-
-    def _slots(self, slots_LE: np.ndarray) -> dict[str, Tensor]:
-        """For each expert parameter's name its layer's row of *slots_LE*."""
-        rows = {}
-        for layer, slots_E in zip(overrides.placed_layers(self.model), slots_LE, strict=True):
-            index = torch.from_numpy(slots_E.astype(np.int64)).to(self.device)
-            rows.update({id(parameter): index for parameter in layer.inner_experts.parameters()})
-        return {name: rows[id(parameter)] for name, parameter in self._named_parameters() if id(parameter) in rows}
-
-
-def _full(parameter: Tensor) -> Tensor:
-    with collectives.together("parameters were gathered"):
-        return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()

@@ -23,7 +23,6 @@ from routepack.core.errors import PlanError, RankLostError, RoutePackError
 from routepack.core.plans import ExpertPlacement
 from routepack.distributed import collectives
 from routepack.distributed.exchange_rows import RowExchange, RowMoves
-from routepack.torchtitan.model.overrides import PlacedRoutedExperts
 
 _OUTER_TO_INNER = ("ep", "efsdp", "fsdp", "dp_shard")
 """The mesh axes that split expert slots, in the order in which they split: every EP block is cut again by FSDP."""
@@ -136,7 +135,7 @@ class MoveFigures:
 
 
 def move_experts(
-    layers: Sequence[PlacedRoutedExperts],
+    layers: Sequence[nn.Module],
     optimizers: Iterable[torch.optim.Optimizer],
     old: ExpertPlacement,
     new: ExpertPlacement,
@@ -150,6 +149,7 @@ def move_experts(
     Everything that can fail on one rank alone is done before the ranks agree to start, staging memory included.
 
     Args:
+        layers: for each MoE layer the module whose own parameters, DTensors [P, ...], are its experts' weights.
         num_ranks: EP ranks, for the count of experts.
         staging: what a rank receives into.
         error: one that this rank has already; then no rank moves anything.
@@ -159,14 +159,22 @@ def move_experts(
         RankLostError: a rank was lost during the move; the experts are torn, and the run must end.
     """
     started = time.perf_counter()
-    exchanges, memory, error = _prepared(layers, list(optimizers), old, new, staging, error)
+    device = next(parameter.device for layer in layers for parameter in layer.parameters())
+    exchanges: list[tuple[int, RowExchange]] = []
+    memory = torch.empty(0, dtype=torch.uint8, device=device)
+    if error is None:
+        try:
+            exchanges = _exchanges(layers, list(optimizers), slot_sources(old, new), staging.limit_on(device))
+            memory = staging.take(max((exchange.staged_bytes for _, exchange in exchanges), default=0), device)
+        except RoutePackError as caught:
+            error = caught
     signatures = [exchange.signature for _, exchange in exchanges]
     digest = digest_of(old.physical_to_logical_LP, new.physical_to_logical_LP, *signatures)
-    collectives.agree(digest, "placement", error=error, device=memory.device)
+    collectives.agree(digest, "placement", error=error, device=device)
     sent = 0
     for layer, exchange in exchanges:
         sent += _moved(layer, len(layers), exchange, memory)
-    if memory.device.type != "cpu":
+    if device.type != "cpu":
         # The last row has arrived, or the error is here, before anybody relies on the new placement.
         torch.accelerator.synchronize()
     return MoveFigures(
@@ -175,34 +183,6 @@ def move_experts(
         staged_bytes=len(memory),
         seconds=time.perf_counter() - started,
     )
-
-
-Prepared = tuple[list[tuple[int, RowExchange]], Tensor, RoutePackError | None]
-
-
-def _prepared(
-    layers: Sequence[PlacedRoutedExperts],
-    optimizers: list[torch.optim.Optimizer],
-    old: ExpertPlacement,
-    new: ExpertPlacement,
-    staging: StagingMemory,
-    error: RoutePackError | None,
-) -> Prepared:
-    """Each exchange with its layer's number, memory for all of them, and what speaks against it."""
-    exchanges: list[tuple[int, RowExchange]] = []
-    device = next(parameter.device for layer in layers for parameter in layer.parameters())
-    memory = torch.empty(0, dtype=torch.uint8, device=device)
-    if error is not None:
-        return exchanges, memory, error
-    try:
-        for number, (layer, source_P) in enumerate(zip(layers, slot_sources(old, new), strict=True)):
-            if (source_P != np.arange(len(source_P))).any():
-                limit = staging.limit_on(device)
-                exchanges += [(number, one) for one in layer_exchanges(layer, optimizers, source_P, limit)]
-        memory = staging.take(max((exchange.staged_bytes for _, exchange in exchanges), default=0), device)
-    except RoutePackError as caught:
-        error = caught
-    return exchanges, memory, error
 
 
 @dataclass(kw_only=True)
@@ -245,15 +225,27 @@ def _moved(layer: int, num_layers: int, exchange: RowExchange, staging: Tensor) 
         ) from error
 
 
+def _exchanges(
+    layers: Sequence[nn.Module], optimizers: list[torch.optim.Optimizer], source_LP: np.ndarray, staging_bytes: int
+) -> list[tuple[int, RowExchange]]:
+    """The exchanges of every layer in which a slot gets another expert, each with the layer's number."""
+    moving = [number for number, source_P in enumerate(source_LP) if (source_P != np.arange(len(source_P))).any()]
+    return [
+        (number, one)
+        for number in moving
+        for one in layer_exchanges(layers[number], optimizers, source_LP[number], staging_bytes)
+    ]
+
+
 def layer_exchanges(
-    layer: PlacedRoutedExperts, optimizers: Iterable[torch.optim.Optimizer], source_P: np.ndarray, staging_bytes: int
+    experts: nn.Module, optimizers: Iterable[torch.optim.Optimizer], source_P: np.ndarray, staging_bytes: int
 ) -> list[RowExchange]:
     """One layer's exchanges, ready to run: one for all tensors of the weights' layout, and one for each other layout.
 
     Raises PlanError where an optimizer keeps something for the experts that cannot follow them.
     """
     by_layout: dict[tuple, tuple[ShardLayout, list[Tensor]]] = {}
-    for tensor, layout in expert_tensors(layer.inner_experts, optimizers):
+    for tensor, layout in expert_tensors(experts, optimizers):
         key = tuple((rank, *rows.tolist()) for rank, rows in layout.rows_of_rank.items())
         by_layout.setdefault(key, (layout, []))[1].append(tensor)
     return [

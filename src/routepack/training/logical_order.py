@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from routepack.core.errors import PlanError
 from routepack.distributed import collectives
-from routepack.torchtitan.moves.expert_moves import ShardLayout
+from routepack.training.expert_moves import ShardLayout
 
 Name = str
 """A tensor's name in the flattened state: a parameter's, or ``optimizer.state.<parameter>.<state>``."""
@@ -125,7 +125,7 @@ class LogicalSavePlanner(DefaultSavePlanner):
         self.experts: dict[Name, ExpertChunks] = {}
 
     def create_local_plan(self) -> SavePlan:
-        """As torch's, with one item for each row of an expert tensor."""
+        """What this rank writes: one item for each row of an expert tensor, and what torch plans for the rest."""
         self.experts = _expert_chunks(self.state_dict, self.rows)
         plan = super().create_local_plan()
         items = [item for item in plan.items if item.index.fqn not in self.experts]
@@ -134,7 +134,7 @@ class LogicalSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """As torch's; the row of an expert tensor."""
+        """What to write at *index*: the row of an expert tensor, or what torch finds."""
         if index.fqn in self.experts:
             return self.experts[index.fqn].row(index)
         return super().lookup_object(index)
@@ -149,7 +149,7 @@ class LogicalLoadPlanner(DefaultLoadPlanner):
         self.experts: dict[Name, ExpertChunks] = {}
 
     def create_local_plan(self) -> LoadPlan:
-        """As torch's, with the rows of expert tensors asked for one by one."""
+        """What this rank reads: the rows of expert tensors one by one, and what torch plans for the rest."""
         self.experts = _expert_chunks(self.state_dict, self.rows)
         plan = super().create_local_plan()
         items = [item for item in plan.items if item.dest_index.fqn not in self.experts]
@@ -160,7 +160,7 @@ class LogicalLoadPlanner(DefaultLoadPlanner):
         return replace(plan, items=items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """As torch's; the row of an expert tensor."""
+        """Where to put what is read for *index*: the row of an expert tensor, or what torch finds."""
         if index.fqn in self.experts:
             return self.experts[index.fqn].row(index)
         return super().lookup_tensor(index)

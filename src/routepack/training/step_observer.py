@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from routepack.core.errors import ConfigError
 from routepack.core.plans import Plan
@@ -18,8 +18,6 @@ from routepack.cost.models import num_packed_groups, ranks_per_group
 from routepack.cost.step_log import StepLoads, StepRecord
 from routepack.distributed import collectives
 from routepack.report.plan_metrics import load_violations, rank_imbalance
-from routepack.torchtitan.model import overrides
-from routepack.torchtitan.trainer.microbatch_tensors import ReplayedMicrobatch
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +45,18 @@ class StepObserver:
                 raise ConfigError(f"trainer.step_log={self.step_log} cannot be written: {error.strerror}.") from error
 
     def start(self) -> None:
-        """A step begins."""
+        """Forget the last step's loads: a step begins."""
         self._routed_MLE, self._padding_MLE = [], []
 
-    def add(self, model: nn.Module, microbatch: ReplayedMicrobatch) -> None:
-        """A microbatch went forward and backward: keep what its tokens chose, on the device."""
-        counts = [layer.last_tokens_per_expert_E for layer in overrides.placed_layers(model)]
-        routed_LE = torch.stack([count for count in counts if count is not None]).long()
+    def add(self, routed_LE: Tensor, padding_routes_nLK: Tensor) -> None:
+        """A microbatch went forward and backward: keep what its tokens chose, on the device.
+
+        Args:
+            routed_LE: int64, how many rows each expert got, those of padding included.
+            padding_routes_nLK: int, the experts of the n tokens that are padding.
+        """
         self._routed_MLE.append(routed_LE)
-        self._padding_MLE.append(_counted(microbatch.padding_routes_nLK, routed_LE))
+        self._padding_MLE.append(_counted(padding_routes_nLK, routed_LE))
 
     def finish(self, plan: Plan, microbatches: np.ndarray, seconds: float, step: int) -> dict[str, float]:
         """A step on these *microbatches* of a plan is over: its figures, the same on every rank. Collective.
