@@ -41,5 +41,4 @@ class FaultyTask(CountingTask):
     """The same task, in a process that will not live long."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         install(*os.environ["ROUTEPACK_FAULT"].split(":"))

@@ -8,7 +8,7 @@ from routepack.components.packer import FirstFitPacker
 from routepack.components.rerouter import IdentityRerouter
 from routepack.core.config import load
 from routepack.core.errors import ConfigError
-from routepack.torchtitan.rl.rl_config import WarmupSettings, build_experiment
+from routepack.torchtitan.rl.rl_experiment import WarmupSettings, build_experiment
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -64,10 +64,10 @@ def test_demonstrations_must_fit_a_microbatch_too():
         ("rl.num_steps=-1", "rl.num_steps=-1 must be a whole number of at least 0"),
         ("rl.minibatches_per_window=2", "rl.minibatches_per_window=2 does not divide packer.microbatch_multiple=1"),
         ("rl.async_level=2", "rl.async_level=2 must be at most 1"),
-        ("rl.plan_ready_seconds=0", "rl.plan_ready_seconds=0.0 must lie between 0.01 and 86400"),
-        ("rl.learning_rate=-1", "rl.learning_rate=-1.0 must lie between 0 and inf"),
+        ("rl.plan_ready_seconds=0", "rl.plan_ready_seconds=0 must lie between 0.01 and 86400"),
+        ("rl.learning_rate=-1", "rl.learning_rate=-1 must lie between 0 and inf"),
         ("collector={num_experts: 4}", "collector.num_experts=4 is not the model's 16"),
-        ("launch.port=70000", "launch.port=70000 is no TCP port"),
+        ("launch.port=70000", "launch.port=70000 must be at most 65535"),
         ("sync=sometimes", "sync='sometimes' is unknown"),
         ("out=null", "out is not set"),
     ],

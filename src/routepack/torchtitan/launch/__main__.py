@@ -1,4 +1,4 @@
-"""One rank of ``routepack train``, as the launcher or torchrun starts it."""
+"""``python -m routepack.torchtitan.launch``: one rank of ``routepack train``, as its launcher or torchrun starts it."""
 
 import sys
 
