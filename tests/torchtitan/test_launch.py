@@ -20,6 +20,8 @@ from routepack.planning.verification import verify
 from routepack.torchtitan.launch import launch, ranks
 from routepack.traces.trace_files import load_plan, load_trace
 
+# torch leaves the files of a rank that ended by itself to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 ROOT = Path(__file__).parents[2]
 TINY_RL = str(ROOT / "configs/tiny_rl.yaml")
 SMALL = [
