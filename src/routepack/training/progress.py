@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,33 +14,21 @@ from routepack.core.plans import Plan
 
 WARMUP_LINES = 8
 """Lines that the warm-up gets."""
-COLUMNS = (
-    ("step", 5),
-    ("reward", 6),
-    ("loss", 8),
-    ("tok/s", 6),
-    ("microbatches", 12),
-    ("imbalance", 14),
-    ("predicted step", 14),
-    ("moved", 5),
-    ("plan", 7),
-    ("exposed", 7),
-    ("time", 6),
-)
-"""Title and width of each column of an RL step."""
-WINDOW_COLUMNS = (
-    ("window", 6),
-    ("loss", 8),
-    ("tok/s", 6),
-    ("microbatches", 12),
-    ("imbalance", 14),
-    ("predicted step", 16),
-    ("moved", 5),
-    ("plan", 8),
-    ("exposed", 8),
-    ("time", 8),
-)
-"""Title and width of each column of a recorded window."""
+WIDTHS = {
+    "step": 5,
+    "window": 6,
+    "reward": 6,
+    "loss": 8,
+    "tok/s": 6,
+    "microbatches": 12,
+    "imbalance": 14,
+    "predicted step": 16,
+    "moved": 5,
+    "plan": 8,
+    "exposed": 8,
+    "time": 8,
+}
+"""Title and width of every column."""
 
 
 @dataclass(kw_only=True)
@@ -126,10 +114,10 @@ class Progress(Display):
         if not self._reinforcing:
             self._reinforcing = True
             self._line("\nReinforcement learning (GRPO) on sampled rollouts; baseline -> planned beside each other:")
-            self._line(_columns([title for title, _ in COLUMNS], COLUMNS))
+            self._line(_columns({title: title for title in WIDTHS if title != "window"}))
             if self._bar is not None:
                 self._bar.reset(self._task, description="GRPO", total=self._rl_steps)
-        self._line(rl_line(step, figures, plan))
+        self._line(_columns({"step": f"{step + 1}", "reward": f"{figures['reward']:.3f}", **step_cells(figures, plan)}))
         self._write("rl", step, figures)
 
     def finish(self, summary: Mapping[str, float], out: Path, plan: Plan | None) -> None:
@@ -148,23 +136,16 @@ class WindowProgress(Display):
             self._line(f"Resumed from a checkpoint: {resumed} of {num_windows} windows are done.")
         if resumed < num_windows:
             self._line("Training on recorded windows; baseline -> planned beside each other:")
-            self._line(_columns([title for title, _ in WINDOW_COLUMNS], WINDOW_COLUMNS))
+            self._line(_columns({title: title for title in WIDTHS if title not in ("step", "reward")}))
 
     def window_step(self, number: int, figures: Mapping[str, float], plan: Plan) -> None:
         """After each window."""
-        cells = {"window": f"{number + 1}", **step_cells(figures, plan)}
-        self._line(_columns([cells[title] for title, _ in WINDOW_COLUMNS], WINDOW_COLUMNS))
+        self._line(_columns({"window": f"{number + 1}", **step_cells(figures, plan)}))
         self._write("windows", number, figures)
 
     def finish(self, out: Path) -> None:
         """After the last window."""
         self._finish(f"\nEvery window's figures: {out / 'summary.json'}. Curves: tensorboard --logdir {self.log_folder}")
-
-
-def rl_line(step: int, figures: Mapping[str, float], plan: Plan) -> str:
-    """One line of an RL step, under COLUMNS."""
-    cells = {"step": f"{step + 1}", "reward": f"{figures['reward']:.3f}", **step_cells(figures, plan)}
-    return _columns([cells[title] for title, _ in COLUMNS], COLUMNS)
 
 
 def step_cells(figures: Mapping[str, float], plan: Plan) -> dict[str, str]:
@@ -220,5 +201,5 @@ Look at it (trace and plan are the last step's; {out / "summary.json"} has every
   tensorboard --logdir {out / "tensorboard"}"""
 
 
-def _columns(cells: Sequence[str], columns: Sequence[tuple[str, int]]) -> str:
-    return " ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, columns, strict=True))
+def _columns(cells: Mapping[str, str]) -> str:
+    return " ".join(f"{cell:>{WIDTHS[title]}}" for title, cell in cells.items())

@@ -2,6 +2,7 @@
 
 import sys
 
-from routepack.torchtitan.launch.launch import main
+from routepack.core.config import split_layers
+from routepack.torchtitan.launch.launch import be_rank
 
-main(sys.argv[1:])
+be_rank(*split_layers(sys.argv[1:]))

@@ -6,13 +6,13 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import NoReturn, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from routepack.core.config import load, split_layers
+from routepack.core.config import load
 from routepack.core.errors import ConfigError, RoutePackError
 from routepack.core.files import atomic_path
 from routepack.distributed import collectives
@@ -20,13 +20,12 @@ from routepack.torchtitan.launch.error_files import ErrorFiles
 from routepack.torchtitan.launch.ranks import join_log, rank_environment, rendezvous_port, run_ranks
 from routepack.torchtitan.model import cpu_device
 from routepack.torchtitan.recorded.recorded_experiment import RecordedExperiment, build_recorded_experiment
+from routepack.torchtitan.recorded.recorded_run import RecordedRun
 from routepack.torchtitan.rl.rl_experiment import RLExperiment, build_experiment
+from routepack.torchtitan.rl.rl_run import RLRun
 from routepack.torchtitan.runs.experiment import Experiment
 from routepack.training import orphans
-
-if TYPE_CHECKING:
-    from routepack.torchtitan.recorded.recorded_run import RecordedRun
-    from routepack.torchtitan.rl.rl_run import RLRun
+from routepack.training.progress import Progress, WindowProgress
 
 
 def experiment_of(config: DictConfig) -> Experiment:
@@ -99,30 +98,22 @@ def run_rank(experiment: Experiment) -> None:
     check_world_size(experiment)
     check_devices(experiment, int(os.environ.get("LOCAL_WORLD_SIZE", experiment.num_ranks)))
     experiment.check_ready()
-    shows = os.environ["RANK"] == "0"
+    shows = os.environ.get("RANK", "0") == "0"
     if shows:
         prepare_folder(experiment)
-    run = prepared_run(experiment, shows=shows)
+    log_folder = experiment.out / "tensorboard"
+    run: RLRun | RecordedRun
+    if isinstance(experiment, RecordedExperiment):
+        run = RecordedRun(experiment=experiment, progress=WindowProgress(enabled=shows, log_folder=log_folder))
+    else:
+        progress = Progress(enabled=shows, log_folder=log_folder)
+        run = RLRun(experiment=cast(RLExperiment, experiment), progress=progress)
     try:
         with collectives.together("ranks trained"):  # whatever has no better name for what was going on
             run.run()
             run.trainer.close()
     finally:
         run.progress.close()
-
-
-def prepared_run(experiment: Experiment, *, shows: bool) -> RLRun | RecordedRun:
-    """A run of *experiment*, which shows its progress on the terminal if this rank *shows* it."""
-    from routepack.training.progress import Progress, WindowProgress
-
-    log_folder = experiment.out / "tensorboard"
-    if isinstance(experiment, RecordedExperiment):
-        from routepack.torchtitan.recorded.recorded_run import RecordedRun
-
-        return RecordedRun(experiment=experiment, progress=WindowProgress(enabled=shows, log_folder=log_folder))
-    from routepack.torchtitan.rl.rl_run import RLRun
-
-    return RLRun(experiment=cast(RLExperiment, experiment), progress=Progress(enabled=shows, log_folder=log_folder))
 
 
 def prepare_folder(experiment: Experiment) -> None:
@@ -166,12 +157,3 @@ def torchrun(experiment: Experiment) -> str:
     per_node = min(experiment.num_ranks, experiment.planner.topology.ranks_per_node)
     nodes = -(-experiment.num_ranks // per_node)
     return f"torchrun --nproc-per-node={per_node}" + (f" --nnodes={nodes}" if nodes > 1 else "")
-
-
-def main(arguments: Sequence[str]) -> NoReturn:
-    """Train with the layers that ``routepack train`` takes, and end this process with the exit code."""
-    try:
-        sys.exit(train(*split_layers(list(arguments))))
-    except RoutePackError as error:
-        sys.stderr.write(f"routepack: {error}\n")
-        sys.exit(1)
