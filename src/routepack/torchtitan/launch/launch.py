@@ -16,6 +16,7 @@ from routepack.core.config import load
 from routepack.core.errors import ConfigError, RoutePackError
 from routepack.core.files import atomic_path
 from routepack.distributed import collectives
+from routepack.torchtitan.experiments.experiment import Experiment
 from routepack.torchtitan.launch.error_files import ErrorFiles
 from routepack.torchtitan.launch.ranks import join_log, rank_environment, rendezvous_port, run_ranks
 from routepack.torchtitan.model import cpu_device
@@ -23,7 +24,6 @@ from routepack.torchtitan.recorded.recorded_experiment import RecordedExperiment
 from routepack.torchtitan.recorded.recorded_run import RecordedRun
 from routepack.torchtitan.rl.rl_experiment import RLExperiment, build_experiment
 from routepack.torchtitan.rl.rl_run import RLRun
-from routepack.torchtitan.runs.experiment import Experiment
 from routepack.training import orphans
 from routepack.training.progress import Progress, WindowProgress
 

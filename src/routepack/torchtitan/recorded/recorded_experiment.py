@@ -11,8 +11,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from routepack.core.config import build, check_keys
 from routepack.core.errors import ConfigError
+from routepack.torchtitan.experiments.experiment import SET_ELSEWHERE, TRAIN_KEYS, Experiment, WindowUpdates, common_parts
 from routepack.torchtitan.recorded.recorded_windows import UpdateSettings, check_routing, check_sequences, check_window
-from routepack.torchtitan.runs.experiment import SET_ELSEWHERE, TRAIN_KEYS, Experiment, WindowUpdates, common_parts
 from routepack.training.losses import GRPOTokenLoss
 
 

@@ -15,9 +15,9 @@ from routepack.core.plans import ExpertPlacement, Plan
 from routepack.core.rollouts import RolloutBatch
 from routepack.distributed import collectives
 from routepack.report.plan_metrics import plan_metrics
+from routepack.torchtitan.experiments.training_run import TrainingRun, means, summary_of_plans
 from routepack.torchtitan.recorded.recorded_experiment import RecordedExperiment
 from routepack.torchtitan.recorded.recorded_windows import load_training_window
-from routepack.torchtitan.runs.training_run import TrainingRun, means, summary_of_plans
 from routepack.training.phase_clock import Clock
 from routepack.training.progress import WindowProgress
 

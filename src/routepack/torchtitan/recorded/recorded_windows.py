@@ -16,8 +16,8 @@ from torchtitan.protocols.model_spec import ModelSpec
 from routepack.core.errors import RoutePackError, TraceError
 from routepack.core.rollouts import RolloutBatch
 from routepack.microbatches import materialize
+from routepack.torchtitan.experiments.experiment import WindowUpdates
 from routepack.torchtitan.model.models import TrainedModel, moe_layer_ids, num_experts_of, top_k_of
-from routepack.torchtitan.runs.experiment import WindowUpdates
 from routepack.torchtitan.trainer.microbatch_tensors import num_trained_tokens
 from routepack.torchtitan.trainer.trainable_tokens import TokenCheck
 from routepack.traces.trace_files import load_trace, trace_header

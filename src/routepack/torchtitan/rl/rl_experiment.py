@@ -11,8 +11,8 @@ from torchtitan.models.common.decoder import Decoder
 from routepack.core.component import Component, Count, CountOrZero, Limits, NotNegative
 from routepack.core.config import build, check_keys
 from routepack.core.errors import ConfigError
+from routepack.torchtitan.experiments.experiment import SET_ELSEWHERE, TRAIN_KEYS, Experiment, WindowUpdates, common_parts
 from routepack.torchtitan.model.models import TinyQwen3MoE
-from routepack.torchtitan.runs.experiment import SET_ELSEWHERE, TRAIN_KEYS, Experiment, WindowUpdates, common_parts
 from routepack.training.losses import GRPOTokenLoss
 from routepack.training.tasks import CountingTask, Task
 

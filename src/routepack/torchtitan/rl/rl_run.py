@@ -16,10 +16,10 @@ from routepack.core.plans import ExpertPlacement, Plan
 from routepack.core.rollouts import RolloutBatch
 from routepack.distributed import collectives
 from routepack.report.plan_metrics import plan_metrics
+from routepack.torchtitan.experiments.training_run import TrainingRun, means, summary_of_plans
 from routepack.torchtitan.rl.rl_experiment import RLExperiment
 from routepack.torchtitan.rl.rollout_windows import demonstration_window, even_demand, graded_window
 from routepack.torchtitan.rl.sampling import LocalPolicy, random_numbers
-from routepack.torchtitan.runs.training_run import TrainingRun, means, summary_of_plans
 from routepack.traces.trace_files import save_plan, save_trace
 from routepack.training.losses import CrossEntropyTokenLoss
 from routepack.training.phase_clock import Clock
