@@ -124,8 +124,8 @@ from .planning.background import (
 )
 from .planning.planner import Planner as Planner
 from .planning.verification import verify as verify
-from .report import write_report as write_report
 from .report.plan_metrics import plan_metrics as plan_metrics
+from .report.plan_page import write_report as write_report
 from .report.topology_gains import Outlook as Outlook
 from .report.trace_statistics import inspect_routing as inspect_routing
 from .traces import formats as formats

@@ -11,6 +11,7 @@ import numpy as np
 
 from routepack.components import modalities
 from routepack.components.packer import Packer, PackingProblem
+from routepack.components.placement_search import PackedUnits
 from routepack.components.rerouter import Rerouter
 from routepack.core.checks import whole
 from routepack.core.errors import InfeasibleError, PlanError
@@ -162,7 +163,7 @@ def _arrays_of(problem: PackingProblem) -> list[np.ndarray]:
 def check_rerouter(rerouter: Rerouter, *, num_windows: int = 100, seed: int = 0) -> None:
     """Hold a rerouter to its invariants on random windows: legal placements, repeatable, inputs untouched.
 
-    Where it refines, the refined placement must not make the packed units wait longer. Raises PlanError.
+    Where it has a search, the refined placement must not make the packed units wait longer. Raises PlanError.
     """
     rng, name = np.random.default_rng(seed), type(rerouter).__name__
     for window in range(num_windows):
@@ -175,8 +176,9 @@ def check_rerouter(rerouter: Rerouter, *, num_windows: int = 100, seed: int = 0)
         if not np.array_equal(placement.physical_to_logical_LP, again.physical_to_logical_LP):
             raise PlanError(f"{name} placed window {window} differently the second time.")
         unit_of_S = rng.permutation(demand.num_sequences) % (2 * num_packed_groups(topology))
-        refined = rerouter.refine_placement(placement, demand, unit_of_S, topology)
-        if rerouter.refines and _waited(refined, demand, unit_of_S, ranks) > _waited(placement, demand, unit_of_S, ranks):
+        search, units = rerouter.search(), PackedUnits(demand=demand, unit_of_S=unit_of_S, num_ranks=ranks)
+        refined = search.refined(placement, units) if search else placement
+        if _waited(refined, demand, unit_of_S, ranks) > _waited(placement, demand, unit_of_S, ranks):
             raise PlanError(f"{name} refined window {window} into a placement that waits longer.")
         if not np.array_equal(before_SLE, demand.tokens_SLE):
             raise PlanError(f"{name} changed the counts of window {window}: copy them first.")

@@ -1,4 +1,6 @@
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -459,6 +461,19 @@ def test_report_writes_one_page_with_or_without_the_trace(routepack, trace, tmp_
         text = page.read_text()
         assert f"{load_plan(out).value:.3f}" in text
         assert ("No trace was given" in text) == (not given)
+
+
+def test_report_names_the_extra_that_it_lacks(routepack, trace, tmp_path, monkeypatch):
+    out, _ = planned(routepack, trace)
+    monkeypatch.delitem(sys.modules, "routepack.report.plan_page", raising=False)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    code, _, err = routepack("report", out, "--out", tmp_path / "page.html")
+    assert (code, err) == (1, "routepack: this needs jinja2: pip install 'routepack[report]'.\n")
+
+
+def test_a_module_that_no_extra_installs_is_not_hidden():
+    with pytest.raises(ModuleNotFoundError, match="nowhere"):
+        main(lambda: importlib.import_module("nowhere"))
 
 
 def test_report_refuses_another_trace(routepack, trace, tmp_path):

@@ -260,7 +260,7 @@ def test_a_previous_placement_of_another_model_is_refused():
         ({"moves_last_steps": 0}, "moves_last_steps=0 must be a whole number of at least 1"),
         ({"inside_bytes_per_second": float("inf"), "across_bytes_per_second": float("inf")}, "would be free"),
         ({"bytes_per_parameter": 0.0}, "bytes_per_parameter=0.0 must be above 0"),
-        ({"shard_degree": -1}, "shard_degree=-1 must be 0 or more"),
+        ({"shard_degree": -1}, "shard_degree=-1 must be a whole number of at least 0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):

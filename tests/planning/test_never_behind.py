@@ -15,6 +15,7 @@ from routepack.core.errors import InfeasibleError
 from routepack.core.plans import SYNCS, Topology
 from routepack.core.rollouts import RoutingDemand
 from routepack.cost.models import WindowNormalizedCost
+from routepack.planning import baseline_plans
 from routepack.planning.planner import Planner
 from routepack.planning.search import Search
 
@@ -74,7 +75,7 @@ def test_routepack_is_never_behind_a_baseline_on_a_thousand_windows():
 
 def test_without_the_baselines_among_its_candidates_the_search_alone_falls_behind(monkeypatch):
     # The search is cut to a proposal or two, so that this does not depend on how good it is.
-    monkeypatch.setattr(Search, "peers", lambda self, known: ())
+    monkeypatch.setattr(baseline_plans, "candidates", lambda search, known: ())
     monkeypatch.setattr("routepack.solvers.anneal.anneal", lambda *arguments, **options: None)
     assert compare(range(25))[1] > 1.0
 
@@ -87,9 +88,9 @@ def test_a_baseline_is_only_passed_over_where_it_cannot_be_ahead():
             search = Search(planner=Planner(**options, packer=AttentionAwarePacker(max_tokens=cap)), demand=demand, started=0.0)
         except InfeasibleError:
             continue
-        values = sorted(candidate.evaluation.value for candidate in search.peers(np.inf))
+        values = sorted(candidate.evaluation.value for candidate in baseline_plans.candidates(search, np.inf))
         for known in values:
-            priced = [candidate.evaluation.value for candidate in search.peers(known)]
+            priced = [candidate.evaluation.value for candidate in baseline_plans.candidates(search, known)]
             assert [value for value in values if value < known] == sorted(value for value in priced if value < known)
             skipped += len(values) - len(priced)
     assert skipped > 50

@@ -126,7 +126,8 @@ def test_the_checker_shares_no_code_with_the_planner():
     assert {name for name in imported if name.startswith("routepack")} == {
         "routepack.core.checks",
         "routepack.core.errors",
-        "routepack.core",
+        "routepack.core.plans",
+        "routepack.core.rollouts",
     }
 
 

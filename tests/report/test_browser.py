@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from routepack.report import write_report
+from routepack.report.plan_page import write_report
 
 WIDTHS = {"desktop": 1280, "tablet": 768, "phone": 390, "small phone": 320}
 # What lies outside the window's width, or is cut by its own box. Text of a chart must lie inside its chart.

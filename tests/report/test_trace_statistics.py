@@ -12,8 +12,8 @@ from routepack import testing
 from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.errors import ConfigError
 from routepack.core.rollouts import RolloutBatch
+from routepack.report.console_tables import inspection_text
 from routepack.report.trace_statistics import inspect_routing, layer_loads
-from routepack.report.trace_tables import inspection_text
 
 
 def batch_of(ids, lengths, rows=None, **more):

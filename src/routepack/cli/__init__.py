@@ -1,5 +1,5 @@
-"""The command line, one file a command."""
+"""The command line: one file a command, and main.py, which puts them together."""
 
-from routepack.cli.main import main
+from routepack.cli.main import app, main
 
-__all__ = ["main"]
+__all__ = ["app", "main"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from routepack.components.packer import Packer, PackingProblem
-from routepack.core.checks import whole
+from routepack.core.component import ONLY_SPEED, Limits
 from routepack.cost.models import num_packed_groups, ranks_per_group
 
 
@@ -21,13 +21,10 @@ class AttentionAwarePacker(Packer):
     """
 
     improves: ClassVar[bool] = True
+    thread_safe: ClassVar[bool] = True
 
-    threads: int = 2
+    threads: Annotated[int, Limits(least=1, most=1024)] = field(default=2, metadata=ONLY_SPEED)
     """Threads that anneal at once; the plan does not depend on it."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        whole("packer.threads", self.threads, least=1, most=1024)
 
     def assign(self, problem: PackingProblem) -> np.ndarray:
         """The best packing met."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from routepack.components.packer import FirstFitPacker, Packer, PackingProblem
 from routepack.components.rerouter import IdentityRerouter, Rerouter
-from routepack.core.checks import whole
+from routepack.core.component import Count
 from routepack.core.errors import ConfigError
 
 
@@ -137,14 +137,10 @@ class EPLBRerouter(Rerouter):
     Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.4, and the description of EPLB's policies.
     """
 
-    num_groups: int = 1
+    num_groups: Count = 1
     """Expert groups of the router, consecutive experts each."""
-    num_nodes: int = 1
+    num_nodes: Count = 1
     """Nodes, consecutive ranks each. Where they do not divide the groups, placement is flat and says so in the log."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_groups", "num_nodes"):
-            whole(f"rerouter.{name}", getattr(self, name), least=1, most=2**31 - 1)
 
     def assign(self, tokens_LE: np.ndarray, num_ranks: int) -> np.ndarray:
         """Balanced packing, hierarchical where the groups divide over the nodes."""

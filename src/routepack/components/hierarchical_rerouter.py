@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from routepack.components.expert_rerouter import ExpertRerouter
-from routepack.core.checks import real
+from routepack.components.expert_rerouter import ExpertRerouter, SwapSearch
+from routepack.components.placement_search import PlacementSearch
+from routepack.core.component import NotNegative
 from routepack.core.plans import ExpertPlacement, Packing, Sync, Topology
 from routepack.core.rollouts import RoutingDemand
 from routepack.cost.links import nodes_per_group
 from routepack.cost.models import CostRates, num_packed_groups, ranks_per_group
+
+if TYPE_CHECKING:
+    from routepack.solvers.node_locality import Group
 
 LEAN = 4.0
 """How much dearer the first pass of swaps takes links to be."""
@@ -25,12 +30,8 @@ class HierarchicalRerouter(ExpertRerouter):
     :class:`ExpertRerouter` does; a plan's ``parts["planned.nodes_per_group"]`` says which.
     """
 
-    traffic_weight: float = 1.0
+    traffic_weight: NotNegative = 1.0
     """What a row across nodes counts for, in its price: 0 looks at balance alone, above 1 leans to locality."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        real("rerouter.traffic_weight", self.traffic_weight, least=0.0)
 
     def assign_on(self, tokens_LE: np.ndarray, topology: Topology) -> np.ndarray:
         """LPT with equal counts and best-pair swaps, over nodes and then inside each."""
@@ -40,6 +41,17 @@ class HierarchicalRerouter(ExpertRerouter):
         if num_nodes < 2:
             return self.assign(tokens_LE, ranks)
         return placement.slots_of_ranks(node_locality.hierarchical_ranks(tokens_LE, num_nodes, ranks))
+
+    def search(self) -> PlacementSearch:
+        """Swaps of two experts of a layer, on packed cells by balance and traffic together."""
+        return NodeSearch(sweeps=self.sweeps, swaps_per_layer=self.swaps_per_layer, traffic_weight=self.traffic_weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSearch(SwapSearch):
+    """Swaps experts for balance and traffic together. Options as :class:`HierarchicalRerouter` has them."""
+
+    traffic_weight: NotNegative
 
     def gather(self, demand: RoutingDemand, topology: Topology) -> np.ndarray | None:
         """Experts that the same sequences use onto one node, then evened out over its ranks; None without nodes."""
@@ -71,7 +83,7 @@ class HierarchicalRerouter(ExpertRerouter):
         return placement.slots_of_ranks(ranks_LE)
 
 
-def group_of(topology: Topology):
+def group_of(topology: Topology) -> Group:
     """The shape of the EP groups, for the solvers."""
     from routepack.solvers.node_locality import Group
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import final
+from typing import Annotated, ClassVar, final
 
 import numpy as np
 
-from routepack.core.checks import real, whole
+from routepack.core.component import Component, CountOrZero, Limits, NotNegative, Positive, Speed
 from routepack.core.errors import ConfigError, PlanError
 from routepack.core.plans import ExpertPlacement, Topology
 from routepack.cost.evaluation import Evaluation, by_layer
@@ -56,31 +57,25 @@ class MoveChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MovePolicy(ABC):
+class MovePolicy(Component):
     """Decides, layer by layer, whether experts move. Subclasses implement :meth:`decide`.
 
     A layer that does not move keeps its previous placement. Moves are counted by expert, in bytes where
     *parameters_per_expert* is given, and in seconds by the busiest rank of each layer, layer after layer.
     """
 
-    parameters_per_expert: int = 0
-    """3 D F for a gated expert; 0: unknown, so that bytes and seconds are reported as 0."""
-    bytes_per_parameter: float = 14.0
-    """What moves with each: weight (bf16, 2), master weight (4) and two moments (4 each)."""
-    shard_degree: int = 0
-    """Ranks that share what one EP rank holds (FSDP), each moving its part; 0: as many as there are EP groups."""
-    inside_bytes_per_second: float = float("inf")
-    """One rank, one way, to ranks of its node."""
-    across_bytes_per_second: float = float("inf")
-    """One rank, one way, to other nodes."""
+    section: ClassVar[str] = "move_policy"
 
-    def __post_init__(self) -> None:
-        for name in ("parameters_per_expert", "shard_degree"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"move_policy.{name}={getattr(self, name)!r} must be 0 or more.")
-        for name in ("bytes_per_parameter", "inside_bytes_per_second", "across_bytes_per_second"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"move_policy.{name}={getattr(self, name)!r} must be above 0.")
+    parameters_per_expert: Annotated[int, Limits(least=0)] = 0
+    """3 D F for a gated expert; 0: unknown, so that bytes and seconds are reported as 0."""
+    bytes_per_parameter: Positive = 14.0
+    """What moves with each: weight (bf16, 2), master weight (4) and two moments (4 each)."""
+    shard_degree: CountOrZero = 0
+    """Ranks that share what one EP rank holds (FSDP), each moving its part; 0: as many as there are EP groups."""
+    inside_bytes_per_second: Speed = math.inf
+    """One rank, one way, to ranks of its node."""
+    across_bytes_per_second: Speed = math.inf
+    """One rank, one way, to other nodes."""
 
     @abstractmethod
     def decide(self, choice: MoveChoice) -> np.ndarray:
@@ -163,21 +158,19 @@ class MoveIfItPays(MovePolicy):
     even where a move that this takes does not pay.
     """
 
-    moves_last_steps: int = 1
+    moves_last_steps: Annotated[int, Limits(least=1)] = 1
     """Windows over which a move must pay; above 1 where the next windows are expected to route alike."""
-    step_seconds: float = 0.0
+    step_seconds: NotNegative = 0.0
     """Seconds of a step of value 1, for a cost model whose unit is relative. 0: values are seconds already."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_options(self) -> None:
+        """Raise ConfigError where what a move costs is not known."""
         if self.parameters_per_expert < 1:
             raise ConfigError("move_policy.parameters_per_expert is not set: give 3 x dim x hidden dim for a gated expert.")
-        if self.inside_bytes_per_second == self.across_bytes_per_second == float("inf"):
+        if self.inside_bytes_per_second == self.across_bytes_per_second == math.inf:
             raise ConfigError(
                 "move_policy.inside_bytes_per_second and across_bytes_per_second are not set: a move over them would be free."
             )
-        whole("move_policy.moves_last_steps", self.moves_last_steps, least=1)
-        real("move_policy.step_seconds", self.step_seconds, least=0.0)
 
     def check_unit(self, unit: str) -> None:
         """A relative value needs ``step_seconds``; one in seconds must not have it."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, replace
+from abc import abstractmethod
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, final
+from typing import Annotated, Any, ClassVar, final
 
 import numpy as np
 
 from routepack.components import modalities
-from routepack.core.checks import real, whole
+from routepack.core.component import Limits
 from routepack.core.errors import ConfigError, InfeasibleError, PlanError
 from routepack.core.plans import Certificate, Packing, PackingRules, Sync, Topology
 from routepack.cost.models import CostRates
@@ -63,47 +63,34 @@ class PackingProblem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packer(ABC):
+class Packer(PackingRules):
     """Packs sequences into cells. Subclasses implement :meth:`assign` and cannot return an illegal packing."""
-
-    max_tokens: int
-    """Tokens that one cell may hold."""
-    min_microbatches: int = 1
-    """Microbatches that there must be at least, as a pipeline needs to fill its stages."""
-    microbatch_multiple: int = 1
-    """Their number must be a multiple of this, as interleaved pipeline schedules need."""
-    equal_sequences: bool = False
-    """Every DP rank gets S / W sequences over the window, as stacks need that split a batch evenly. Cells may differ."""
-    sequence_skew: int = 0
-    """By how much ranks may differ under ``equal_sequences``: 1 serves windows that W does not divide."""
-    certify_steps: int = 100_000_000
-    """How far bin completion searches where bound and packing differ: looks at a length, about 1 ns each; 0: not at all."""
-    certify_seconds: float = 0.0
-    """How far CP-SAT (extra ``certify``) searches where that ends undecided: seconds of its deterministic clock."""
 
     improves: ClassVar[bool] = False
     """Whether :meth:`assign` starts from ``start_cell_of_S``, so that packing again after a refined placement pays."""
+    thread_safe: ClassVar[bool] = False
+    """Whether :meth:`assign` may be called from several threads at once, each with a problem of its own. A subclass that
+    overrides ``assign`` has to say so again; otherwise its calls never overlap."""
 
-    def __post_init__(self) -> None:
-        whole("packer.max_tokens", self.max_tokens, least=1)
-        whole("packer.certify_steps", self.certify_steps, least=0)
-        real("packer.certify_seconds", self.certify_seconds, least=0.0, most=86_400.0)
+    max_tokens: Annotated[int, Limits(least=1)]
+    """Tokens that one cell may hold."""
+    certify_steps: Annotated[int, Limits(least=0)] = 100_000_000
+    """How far bin completion searches where bound and packing differ: looks at a length, about 1 ns each; 0: not at all."""
+    certify_seconds: Annotated[float, Limits(least=0.0, most=86_400.0)] = 0.0
+    """How far CP-SAT (extra ``certify``) searches where that ends undecided: seconds of its deterministic clock."""
+
+    def check_options(self) -> None:
+        """Raise ConfigError where CP-SAT is asked for and not installed."""
         if self.certify_seconds and importlib.util.find_spec("ortools") is None:
             raise ConfigError(
                 f"packer.certify_seconds={self.certify_seconds} asks CP-SAT, and ortools is not installed: "
                 "pip install 'routepack[certify]', or set certify_seconds=0."
             )
-        _ = self.rules
 
     @property
     def rules(self) -> PackingRules:
         """What is asked of the microbatches beyond the cap."""
-        return PackingRules(
-            min_microbatches=self.min_microbatches,
-            microbatch_multiple=self.microbatch_multiple,
-            equal_sequences=self.equal_sequences,
-            sequence_skew=self.sequence_skew,
-        )
+        return PackingRules(**{rule.name: getattr(self, rule.name) for rule in fields(PackingRules)})
 
     @abstractmethod
     def assign(self, problem: PackingProblem) -> np.ndarray:
@@ -267,10 +254,10 @@ class Packer(ABC):
                 f"packer.microbatch_multiple={self.microbatch_multiple} ask for {self.rules.allowed(rows)}."
             )
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name in {"pack", "certify"} & set(vars(cls)):
-            raise TypeError(f"{cls.__name__}.{name} must not be overridden: implement assign, which {name} checks.")
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "assign" in vars(cls) and "thread_safe" not in vars(cls):
+            cls.thread_safe = False
 
     def _assigned(self, problem: PackingProblem) -> np.ndarray:
         given = replace(problem, length_S=problem.length_S.copy())

@@ -9,6 +9,7 @@ import numpy as np
 
 from routepack.components.attention_aware_packer import AttentionAwarePacker
 from routepack.components.packer import PackingProblem
+from routepack.core.component import Count, Share
 from routepack.cost.models import ranks_per_group
 
 
@@ -22,11 +23,11 @@ class PopulationPacker(AttentionAwarePacker):
 
     improves: ClassVar[bool] = False
 
-    chains: int = 8
+    chains: Count = 8
     """Packings that are annealed side by side; the proposals are shared among them."""
-    steps: int = 20
+    steps: Count = 20
     """Temperatures from hot to cold, and so times at which chains may be resampled."""
-    effective_share: float = 0.8
+    effective_share: Share = 0.8
     """Resample once the effective sample size is below this share of the chains."""
 
     def assign(self, problem: PackingProblem) -> np.ndarray:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from routepack.core.arrays import joined
-from routepack.core.checks import real, whole
+from routepack.core.component import Component, CountOrZero, Limits, Share
 from routepack.core.errors import ConfigError, TraceError
 from routepack.core.rollouts import RolloutBatch, RoutingDemand
 
 
 @dataclass(kw_only=True)
-class RoutingDemandCollector:
+class RoutingDemandCollector(Component):
     """Count how many routed rows each sequence brings to each expert of each MoE layer.
 
     Either from a whole batch (:meth:`collect`), or sequence by sequence as rollouts arrive
@@ -26,19 +27,16 @@ class RoutingDemandCollector:
     [[[1, 0, 2, 1]]]
     """
 
-    min_coverage: float = 0.5
+    section: ClassVar[str] = "collector"
+
+    min_coverage: Share = 0.5
     """A sequence with a smaller share of valid rows gets the window's mean route per token instead."""
-    num_threads: int = 0
+    num_threads: Annotated[int, Limits(least=0, most=1024)] = 0
     """Threads that count; 0: one per core."""
-    num_experts: int = 0
+    num_experts: CountOrZero = 0
     """E, needed by :meth:`add`; :meth:`collect` reads it from the batch."""
     _arrived: list[RoutingDemand] = field(default_factory=list, init=False, repr=False)
     _coverage: list[float] = field(default_factory=list, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        real("collector.min_coverage", self.min_coverage, least=0.0, most=1.0)
-        whole("collector.num_threads", self.num_threads, least=0, most=1024)
-        whole("collector.num_experts", self.num_experts, least=0, most=2**31 - 1)
 
     def collect(self, batch: RolloutBatch) -> RoutingDemand:
         """The demand of a batch.

@@ -17,7 +17,7 @@ import math
 import types
 import typing
 from abc import ABCMeta
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from operator import or_
@@ -48,6 +48,12 @@ NotNegative = Annotated[float, Limits(least=0.0)]
 """A finite number of at least 0."""
 Positive = Annotated[float, Limits(above=0.0)]
 """A finite number above 0."""
+Speed = Annotated[float, Limits(above=0.0, may_be_infinite=True)]
+"""Bytes per second, above 0; infinite: it costs no time."""
+
+
+ONLY_SPEED = {"changes": "only speed"}
+"""The metadata of a field that changes how long something takes, but nothing of what comes out: plans do not record it."""
 
 
 class ComponentMeta(ABCMeta):
@@ -57,10 +63,11 @@ class ComponentMeta(ABCMeta):
         """An instance whose options are all right; raises ``cls.error`` naming the first that is not."""
         check_is_dataclass(cls)
         component = super().__call__(*arguments, **options)
-        where = getattr(cls, "section", "") or cls.__name__
+        section = getattr(cls, "section", None)
+        where = f"{cls.__name__}." if section is None else f"{section}." if section else ""
         for name, hint in option_types(cls).items():
             given = getattr(component, name)
-            value = checked_value(f"{where}.{name}", given, hint, error=getattr(cls, "error", ConfigError))
+            value = checked_value(f"{where}{name}", given, hint, error=getattr(cls, "error", ConfigError))
             if value is not given:
                 object.__setattr__(component, name, value)
         for base in reversed(cls.__mro__):
@@ -76,8 +83,9 @@ class Component(metaclass=ComponentMeta):
     first, so a subclass need not call ``super()``. Methods marked ``@final`` cannot be overridden.
     """
 
-    section: ClassVar[str] = ""
-    """The section of a config that this class is an option of; errors name it. Empty: the name of the class."""
+    section: ClassVar[str | None] = None
+    """The section of a config that this class is an option of; errors name it. Empty: the top of a config. None: no config
+    has one, and errors name the class."""
     error: ClassVar[type[RoutePackError]] = ConfigError
     """What is raised for a wrong value."""
 
@@ -90,6 +98,24 @@ class Component(metaclass=ComponentMeta):
 
     def check_options(self) -> None:
         """Raise ConfigError where values that are right one by one do not go together."""
+
+
+def import_path(cls: type) -> str:
+    """The path under which a config names *cls* in ``_target_``."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def as_config(component: Any) -> Any:
+    """A component as the section of a config that builds it; any other value as plain numbers, texts, lists and dicts."""
+    if dataclasses.is_dataclass(component) and not isinstance(component, type):
+        fields = [field for field in dataclasses.fields(component) if field.init and field.metadata != ONLY_SPEED]
+        values = {field.name: as_config(getattr(component, field.name)) for field in fields}
+        return {"_target_": import_path(type(component)), **values}
+    if isinstance(component, Mapping):
+        return {str(name): as_config(value) for name, value in component.items()}
+    if isinstance(component, Sequence) and not isinstance(component, str):
+        return [as_config(value) for value in component]
+    return component if component is None or isinstance(component, bool | int | float | str) else import_path(type(component))
 
 
 def check_is_dataclass(cls: type) -> None:
@@ -154,7 +180,11 @@ def checked_value(name: str, value: Any, hint: Any, *, error: type[RoutePackErro
             raise error(f"{name}={value!r} must hold {len(each)} values.")
         return tuple(checked_value(name, one, kind, error=error) for one, kind in zip(value, each, strict=True))
     kind = origin or hint
-    if inspect.isclass(kind) and kind is not object:
+    if kind is Mapping and isinstance(value, Mapping):
+        for key, one in value.items():
+            checked_value(f"{name}[{key!r}]", one, typing.get_args(hint)[1], error=error)
+        return value
+    if inspect.isclass(kind) and kind is not Any:
         instance(name, value, kind, error=error)
     return value
 

@@ -42,7 +42,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 def write_json(path: str | Path, value: Any, *, indent: int | None = None) -> None:
     """Write *value* as JSON, whole or not at all. What is not finite, which JSON has no number for, becomes null."""
-    text = json.dumps(_without_nan(value), indent=indent, allow_nan=False)
+    text = json.dumps(without_nan(value), indent=indent, allow_nan=False)
     with atomic_path(path) as temporary:
         temporary.write_text(text)
 
@@ -55,11 +55,12 @@ def read_history(path: Path) -> list[dict[str, float]]:
     return [{name: math.nan if value is None else value for name, value in one.items()} for one in history]
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """*value* with None for every number that is not finite, which JSON cannot say."""
     if isinstance(value, dict):
-        return {key: _without_nan(one) for key, one in value.items()}
+        return {key: without_nan(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(one) for one in value]
+        return [without_nan(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

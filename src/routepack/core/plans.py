@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
 from routepack.core.arrays import as_plain, checked_array, digest_of
-from routepack.core.checks import instance, real, whole
-from routepack.core.errors import ConfigError, PlanError
+from routepack.core.checks import instance, real
+from routepack.core.component import Component, Count, CountOrZero, Limits, NotNegative
+from routepack.core.errors import ConfigError, PlanError, RoutePackError
 
 Sync = Literal["step", "microbatch", "layer"]
 SYNCS: tuple[Sync, ...] = ("step", "microbatch", "layer")
@@ -23,7 +24,7 @@ DEGREES = ("data_parallel_degree", "expert_parallel_degree", "model_parallel_deg
 
 
 @dataclass(frozen=True, kw_only=True)
-class Topology:
+class Topology(Component):
     """Which data-parallel rank meets which in an expert-parallel group.
 
     The expert mesh is row-major over the same ranks as the data mesh, as in TorchTitan:
@@ -33,18 +34,19 @@ class Topology:
     [0, 0, 1, 1]
     """
 
-    data_parallel_degree: int
+    section: ClassVar[str] = "topology"
+
+    data_parallel_degree: Count
     """W, the ranks that each get microbatches of their own."""
-    expert_parallel_degree: int
+    expert_parallel_degree: Count
     """R, the ranks that share one copy of every layer's experts."""
-    model_parallel_degree: int = 1
+    model_parallel_degree: Count = 1
     """Ranks that work on the same microbatch: context-parallel x tensor-parallel degree."""
-    ranks_per_node: int = 8
+    ranks_per_node: Count = 8
     """Ranks joined by the fast links of one node."""
 
-    def __post_init__(self) -> None:
-        for name in DEGREES:
-            object.__setattr__(self, name, whole(f"topology.{name}", getattr(self, name), least=1, most=2**31 - 1))
+    def check_options(self) -> None:
+        """Raise ConfigError where the ranks do not divide into EP groups."""
         ranks = self.data_parallel_degree * self.model_parallel_degree
         if ranks % self.expert_parallel_degree:
             raise ConfigError(
@@ -132,29 +134,32 @@ class ExpertPlacement:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Packing:
+class Packing(Component):
     """Which cell (microbatch, DP rank) each sequence goes to, and where inside it.
 
     Cell c is microbatch ``c // W`` of DP rank ``c % W``. Every cell holds at least one sequence, so
     every rank runs every collective.
     """
 
+    section: ClassVar[str] = "packing"
+    error: ClassVar[type[RoutePackError]] = PlanError
+
     cell_of_S: np.ndarray
     """int32 [S]."""
     order_S: np.ndarray = None  # pyrefly: ignore[bad-assignment]
     """int32 [S]: position of the sequence inside its cell, 0, 1, ... None, when constructing: by sequence number."""
-    num_microbatches: int
-    data_parallel_degree: int
+    num_microbatches: Count
+    data_parallel_degree: Count
 
     def __post_init__(self) -> None:
-        for name in ("num_microbatches", "data_parallel_degree"):
-            object.__setattr__(
-                self, name, whole(f"packing.{name}", getattr(self, name), least=1, most=2**31 - 1, error=PlanError)
-            )
         cells = checked_array(self, "cell_of_S", np.int32, ndim=1)
         if self.order_S is None:
             object.__setattr__(self, "order_S", _positions_in_cells(cells))
-        order = checked_array(self, "order_S", np.int32, ndim=1)
+        checked_array(self, "order_S", np.int32, ndim=1)
+
+    def check_options(self) -> None:
+        """Raise PlanError unless every cell holds a sequence and numbers its own 0, 1, 2, ..."""
+        cells, order = self.cell_of_S, self.order_S
         if len(cells) and not (cells.min() >= 0 and cells.max() < self.num_cells):
             raise PlanError(
                 f"cells run from {cells.min()} to {cells.max()}; {self.num_microbatches} microbatches on "
@@ -216,26 +221,26 @@ def _positions_in_cells(cell_of_S: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackingRules:
+class PackingRules(Component):
     """What a training stack asks of the microbatches beyond the cap. The defaults ask nothing.
 
     >>> PackingRules(min_microbatches=3, microbatch_multiple=4).allowed(1)
     4
     """
 
-    min_microbatches: int = 1
-    """Microbatches that there must be at least."""
-    microbatch_multiple: int = 1
-    """Their number must be a multiple of this."""
-    equal_sequences: bool = False
-    """Whether every DP rank gets equally many sequences over the window."""
-    sequence_skew: int = 0
-    """By how much the fullest and the emptiest rank may differ in sequences under ``equal_sequences``."""
+    section: ClassVar[str] = "packer"
 
-    def __post_init__(self) -> None:
-        for name, least in (("min_microbatches", 1), ("microbatch_multiple", 1), ("sequence_skew", 0)):
-            object.__setattr__(self, name, whole(f"packer.{name}", getattr(self, name), least=least, most=2**31 - 1))
-        instance("packer.equal_sequences", self.equal_sequences, bool)
+    min_microbatches: Count = 1
+    """Microbatches that there must be at least, as a pipeline needs to fill its stages."""
+    microbatch_multiple: Count = 1
+    """Their number must be a multiple of this, as interleaved pipeline schedules need."""
+    equal_sequences: bool = False
+    """Every DP rank gets S / W sequences over the window, as stacks need that split a batch evenly. Cells may differ."""
+    sequence_skew: CountOrZero = 0
+    """By how many sequences ranks may differ under ``equal_sequences``: 1 serves windows that W does not divide."""
+
+    def check_options(self) -> None:
+        """Raise ConfigError where a skew is given that nothing asks about."""
         if self.sequence_skew and not self.equal_sequences:
             raise ConfigError(
                 f"packer.sequence_skew={self.sequence_skew} loosens packer.equal_sequences, which is off: turn that on, or "
@@ -256,24 +261,24 @@ class PackingRules:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Certificate:
+class Certificate(Component):
     """How many microbatches a window needs at least, and how that is known."""
 
-    num_microbatches: int
+    section: ClassVar[str] = "certificate"
+    error: ClassVar[type[RoutePackError]] = PlanError
+
+    num_microbatches: Count
     """Microbatches of the plan; of the packing found, where there is no plan yet."""
-    lower_bound: int
+    lower_bound: Count
     """Microbatches that no packing can go below: a bin-packing bound divided by the DP ranks, rounded up."""
     method: str
     """What proves that: ``L2``, or an exact search that found fewer impossible: ``bin completion``, ``CP-SAT``."""
-    possible: int = None  # pyrefly: ignore[bad-assignment]
+    possible: Count = None  # pyrefly: ignore[bad-assignment]
     """The fewest that a packing was found for. None, when constructing: ``num_microbatches``."""
 
     def __post_init__(self) -> None:
         if self.possible is None:
             object.__setattr__(self, "possible", self.num_microbatches)
-        for name in ("num_microbatches", "lower_bound", "possible"):
-            object.__setattr__(self, name, whole(f"certificate.{name}", getattr(self, name), least=1, error=PlanError))
-        instance("certificate.method", self.method, str, error=PlanError)
 
     @property
     def certified(self) -> bool:
@@ -287,28 +292,56 @@ class Certificate:
         return f"M = {self.num_microbatches} ({state}, {self.method})"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlannedBy(Component):
+    """Which packer made a plan's packing, or which rerouter its placement."""
+
+    section: ClassVar[str] = "plan.packer or plan.rerouter"
+    error: ClassVar[type[RoutePackError]] = PlanError
+
+    name: str
+    """Its class, by import path."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The options that it had; components inside it as configs with a ``_target_``."""
+    instead_of: str = ""
+    """The planner's own component, where what that made was not taken; else empty."""
+    why: str = ""
+    """Why it was not taken, or what else is to be said."""
+
+    def __str__(self) -> str:
+        name, other = (path.rpartition(".")[2] for path in (self.name, self.instead_of))
+        return f"{name} instead of {other}: {self.why}" if other else f"{name} ({self.why})" if self.why else name
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class Plan(Component):
     """A placement and a packing of one optimizer-step window, with what they cost and how good that can get."""
+
+    section: ClassVar[str] = "plan"
+    error: ClassVar[type[RoutePackError]] = PlanError
 
     topology: Topology
     placement: ExpertPlacement
     packing: Packing
     length_S: np.ndarray
     """int64 [S]: the lengths that were packed."""
-    max_tokens: int
+    max_tokens: Annotated[int, Limits(least=1)]
     """The token cap of a cell."""
     sync: Sync
     """What joins the ranks in the value: ``step``, ``microbatch`` or ``layer``."""
-    value: float
+    value: NotNegative
     """Predicted step, in the cost model's unit."""
-    bound: float
+    bound: NotNegative
     """No plan of this window can be predicted below this."""
-    baseline_value: float
+    baseline_value: NotNegative
     """The same prediction for identity placement and first-fit packing."""
     certificate: Certificate
-    baseline_microbatches: int = 0
+    baseline_microbatches: Annotated[int, Limits(least=0)] = 0
     """Microbatches that the baseline needs."""
+    packer: PlannedBy | None = None
+    """What made the packing: the planner's packer, or a baseline's where that was better. None: the file does not say."""
+    rerouter: PlannedBy | None = None
+    """What made the placement."""
     rules: PackingRules = PackingRules()
     """What was asked of the microbatches. The baseline is not held to ``equal_sequences``."""
     unit: str = "relative"
@@ -317,11 +350,11 @@ class Plan:
     """The rates that priced the plan: ``expert``, ``linear``, ``quadratic``; and the model's name and options."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Terms and imbalance figures, ``planned.*``, ``baseline.*`` and ``bound.*``; see :mod:`routepack.report.plan_metrics`."""
-    seed: int = 0
+    seed: Annotated[int, Limits(least=0)] = 0
     budget: Mapping[str, Any] = field(default_factory=dict)
     """How long the search ran: ``num_proposals`` (deterministic) or ``time_limit_seconds`` (not)."""
-    plan_seconds: float = 0.0
-    kernel_seconds: float = 0.0
+    plan_seconds: NotNegative = 0.0
+    kernel_seconds: NotNegative = 0.0
     """Of these, what compiling or loading kernels took before the clock of a time limit started; 0 without one."""
     demand_digest: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -330,30 +363,16 @@ class Plan:
 
     def __post_init__(self) -> None:
         checked_array(self, "length_S", np.int64, ndim=1)
-        if self.sync not in SYNCS:
-            raise ConfigError(f"sync={self.sync!r} is unknown: choose {', '.join(SYNCS)}.")
+
+    def check_options(self) -> None:
+        """Raise PlanError where the plan contradicts itself; take its digest where it has none."""
         if len(self.length_S) != self.packing.num_sequences:
             raise PlanError(f"length_S has {len(self.length_S)} entries for {self.packing.num_sequences} packed sequences.")
-        self._check_figures()
-        if not self.digest:
-            object.__setattr__(self, "digest", self.content_digest())
-
-    def _check_figures(self) -> None:
-        for name, least in (("max_tokens", 1), ("baseline_microbatches", 0), ("seed", 0)):
-            object.__setattr__(self, name, whole(f"plan.{name}", getattr(self, name), least=least, error=PlanError))
-        for name in ("value", "bound", "baseline_value", "plan_seconds", "kernel_seconds"):
-            object.__setattr__(self, name, real(f"plan.{name}", getattr(self, name), least=0.0, error=PlanError))
         if self.value > 0 and not self.bound > 0:
             raise PlanError(f"plan.bound={self.bound!r} must be above 0, as plan.value={self.value!r} is.")
-        for name in ("unit", "demand_digest", "digest"):
-            instance(f"plan.{name}", getattr(self, name), str, error=PlanError)
-        for name in ("cost", "parts", "budget", "versions"):
-            instance(f"plan.{name}", getattr(self, name), Mapping, error=PlanError)
-        for name, value in self.parts.items():
-            real(f"plan.parts[{name!r}]", value, error=PlanError)
-        for name, value in self.versions.items():
-            instance(f"plan.versions[{name!r}]", value, str, error=PlanError)
         self._check_cost()
+        if not self.digest:
+            object.__setattr__(self, "digest", self.content_digest())
 
     def _check_cost(self) -> None:
         """The rates that are there: numbers, and lists with one for every attention stage."""
@@ -389,6 +408,7 @@ class Plan:
             "num_microbatches": int(self.num_microbatches),
             "certificate": asdict(self.certificate),
             "rules": asdict(self.rules),
+            **{name: asdict(made) for name in ("packer", "rerouter") if (made := getattr(self, name)) is not None},
             **{name: as_plain(getattr(self, name)) for name in _FIGURES},
         }
 

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from routepack.core.checks import real
+from routepack.core.component import NotNegative
 from routepack.core.errors import ConfigError, TraceError
 from routepack.core.plans import SYNCS, Sync, Topology
 from routepack.core.rollouts import RoutingDemand
@@ -56,23 +56,22 @@ class MeasuredCost(CostModel):
 
     unit: ClassVar[str] = "seconds"
 
-    expert_seconds: float
+    expert_seconds: NotNegative
     """Per routed row of the fullest EP rank, in one layer."""
-    token_seconds: float
+    token_seconds: NotNegative
     """Per token of a cell, all layers together."""
-    pair_seconds: float
+    pair_seconds: NotNegative
     """Per token pair (length squared) of a cell, all layers together."""
-    microbatch_seconds: float = 0.0
+    microbatch_seconds: NotNegative = 0.0
     """Per microbatch, whatever is in it."""
-    step_seconds: float = 0.0
+    step_seconds: NotNegative = 0.0
     """Per step: the optimizer, and all else that does not depend on what is trained."""
-    shared_token_seconds: float = 0.0
+    shared_token_seconds: NotNegative = 0.0
     """Per token of the mean rank, whichever rank has it: what ranks share, such as links, memory bandwidth or cores. A rank
     that waits leaves its part to the others, so stragglers cost less than their own work says."""
 
-    def __post_init__(self) -> None:
-        for name in TERMS:
-            real(f"cost_model.{name}", getattr(self, name), least=0.0)
+    def check_options(self) -> None:
+        """Raise ConfigError where nothing has a price."""
         if not max(self.expert_seconds, self.token_seconds, self.pair_seconds) > 0:
             raise ConfigError("cost_model needs expert_seconds, token_seconds or pair_seconds above 0.")
 

@@ -6,13 +6,13 @@ group is R consecutive ranks. A DP rank's tokens lie evenly on its m ranks. Lett
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from routepack.core.checks import real, whole
+from routepack.core.component import Component, Limits, NotNegative, Positive, Speed
 from routepack.core.errors import ConfigError
 from routepack.core.plans import Plan, Topology
 from routepack.core.rollouts import RolloutBatch, RoutingDemand
@@ -42,9 +42,10 @@ def nodes_per_group(topology: Topology) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Links(ABC):
+class Links(Component):
     """Prices what goes over links: a keyword-only dataclass whose fields are its config."""
 
+    section: ClassVar[str] = "links"
     unit: ClassVar[str | None] = None
     """The cost model's unit that its prices are in; None: any."""
 
@@ -90,23 +91,15 @@ class LinkSpeeds(Links):
 
     unit: ClassVar[str | None] = "seconds"
 
-    dim: int
+    dim: Annotated[int, Limits(least=1)]
     """D, the elements of a row."""
-    inside_bytes_per_second: float
+    inside_bytes_per_second: Speed
     """One rank, one way, to the other ranks of its node; ``inf``: free, but counted."""
-    across_bytes_per_second: float
+    across_bytes_per_second: Speed
     """One rank, one way, to other nodes; ``inf``: free, but counted."""
-    bytes_per_element: float = 2.0
-    traversals: int = 4
+    bytes_per_element: Positive = 2.0
+    traversals: Annotated[int, Limits(least=1)] = 4
     """Times that a row travels in a step: dispatched and combined, forward and backward. 6 where the layer is recomputed."""
-
-    def __post_init__(self) -> None:
-        for name in ("dim", "traversals"):
-            whole(f"links.{name}", getattr(self, name), least=1)
-        for name in ("inside_bytes_per_second", "across_bytes_per_second", "bytes_per_element"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise ConfigError(f"links.{name}={value!r} must be a number above 0; inf: free.")
 
     @property
     def bytes_per_row(self) -> float:
@@ -127,14 +120,10 @@ class WindowNormalizedLinks(Links):
 
     unit: ClassVar[str | None] = "relative"
 
-    inside_share: float = 0.0
+    inside_share: NotNegative = 0.0
     """What an even window spends inside nodes, as a fraction of its work."""
-    across_share: float = 0.1
+    across_share: NotNegative = 0.1
     """What an even window spends across nodes, as a fraction of its work."""
-
-    def __post_init__(self) -> None:
-        for name in ("inside_share", "across_share"):
-            real(f"links.{name}", getattr(self, name), least=0.0)
 
     def prices(self, demand: RoutingDemand, topology: Topology) -> tuple[float, float]:
         """Shares over the rows that an even rank sends."""

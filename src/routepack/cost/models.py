@@ -5,13 +5,14 @@ Letters: :mod:`routepack.core`; I attention stages. A unit is one microbatch of 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from routepack.core.checks import MOST, instance, real
+from routepack.core.component import Component, Positive
 from routepack.core.errors import ConfigError
 from routepack.core.plans import Topology
 from routepack.core.rollouts import RoutingDemand
@@ -108,9 +109,10 @@ def _rates(name: str, value: Any, dtype: type = np.float64) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostModel(ABC):
+class CostModel(Component):
     """Prices a window: a keyword-only dataclass whose fields are its config."""
 
+    section: ClassVar[str] = "cost_model"
     unit: ClassVar[str] = "relative"
     """``seconds``, or ``relative`` to a perfectly even window."""
 
@@ -150,9 +152,9 @@ class WindowNormalizedCost(CostModel):
     quadratic_share: float = 0.125
     """Share in what grows with token pairs: attention itself."""
 
-    def __post_init__(self) -> None:
-        names = ("expert_share", "linear_share", "quadratic_share")
-        shares = tuple(real(f"cost_model.{name}", getattr(self, name)) for name in names)
+    def check_options(self) -> None:
+        """Raise ConfigError unless the shares are none negative and add up to 1."""
+        shares = (self.expert_share, self.linear_share, self.quadratic_share)
         if min(shares) < 0 or abs(sum(shares) - 1.0) > 1e-6:
             raise ConfigError(f"cost_model shares {shares} (expert, linear, quadratic) must be at least 0 and add up to 1.")
 
@@ -198,21 +200,19 @@ class FlopsCost(CostModel):
     sliding_window: int = 0
     dense_params_per_token: int = 0
     """Other weights that every token meets, all layers together: shared experts, dense MLPs, routers, output head."""
-    peak_flops: float
+    peak_flops: Positive
     """FLOP/s of the device in the training dtype, dense."""
-    dense_efficiency: float = 0.6
+    dense_efficiency: Positive = 0.6
     """Share of the peak that projections reach."""
-    attention_efficiency: float = 0.5
+    attention_efficiency: Positive = 0.5
     """Share of the peak that attention reaches."""
-    expert_efficiency: float = 0.5
+    expert_efficiency: Positive = 0.5
     """Share of the peak that grouped expert products reach."""
     recompute: bool = False
     """Whether activations are recomputed, which adds one forward."""
 
-    def __post_init__(self) -> None:
-        for name in ("peak_flops", "dense_efficiency", "attention_efficiency", "expert_efficiency"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"cost_model.{name}={getattr(self, name)!r} must be above 0.")
+    def check_options(self) -> None:
+        """Raise ConfigError where the model has no layer, or sliding layers without a window."""
         if self.num_full_layers + self.num_sliding_layers + self.num_linear_layers < 1:
             raise ConfigError("cost_model needs a layer: num_full_layers, num_sliding_layers or num_linear_layers above 0.")
         if self.num_sliding_layers and self.sliding_window < 1:

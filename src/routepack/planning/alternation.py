@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from routepack.components.placement_search import PackedUnits
 from routepack.core.plans import ExpertPlacement, Packing
 from routepack.cost import models
 from routepack.planning.search import Candidate, Search
@@ -43,7 +44,7 @@ def usual_proposals(num_sequences: int) -> int:
 def candidates(search: Search) -> Iterator[Candidate]:
     """Priced pairs of placement and packing, each legal, the last ones the best searched for."""
     placement = search.rerouter.place(search.demand.tokens_LE, search.topology)
-    if not (search.rerouter.refines and search.packer.improves):
+    if not (search.placement_search and search.packer.improves):
         yield from _packed_once(search, placement)
         return
     optimum, proven = _optimum(search)
@@ -96,15 +97,23 @@ def _chains(search: Search, placement: ExpertPlacement) -> Iterator[Candidate]:
         yield from _Alternation(search=search, placement=placement, num_proposals=search.num_proposals).run()
         return
 
+    concurrent = search.packer.thread_safe and search.placement_search is not None and search.placement_search.thread_safe
     chains = 2 if 2 * search.demand.num_sequences > SMALL_WINDOW else len(CHAINS)
     if search.deadline is None:
         # A chain that may try little is better joined to another.
         chains = min(chains, max(1, search.num_proposals // (CHAIN_PROPOSALS * search.demand.num_sequences)))
+    elif not concurrent:
+        # One after another they would each have to end in a part of the time.
+        chains = 1
 
     def run(chain: int) -> list[Candidate]:
         share = search.num_proposals // chains
         return list(_Alternation(search=search, placement=placement, chain=chain, num_proposals=share).run())
 
+    if not concurrent:
+        for chain in range(chains):
+            yield from run(chain)
+        return
     # All at once, so that a time limit is the same for all of them.
     with ThreadPoolExecutor(chains) as pool:
         for found in pool.map(run, range(chains)):
@@ -115,17 +124,27 @@ def _packed_once(search: Search, placement: ExpertPlacement) -> Iterator[Candida
     load_SRL = search.load_of(placement)
     packing = search.packer.pack(search.problem(load_SRL))
     yield from dealt(search, search.priced(placement, packing, load_SRL), load_SRL)
-    if search.rerouter.refines:
+    if search.placement_search:
         placement = refined(search, placement, packing)
         load_SRL = search.load_of(placement)
         yield from dealt(search, search.priced(placement, packing, load_SRL), load_SRL)
 
 
 def refined(search: Search, placement: ExpertPlacement, packing: Packing, **heat: Any) -> ExpertPlacement:
-    """The placement refined on the packed units; with ``temperature`` and ``seed``, annealed."""
+    """The placement refined on the packed units, or annealed at a ``temperature`` above 0; as it was without a search."""
+    if search.placement_search is None:
+        return placement
     joined = models.num_packed_groups(search.topology) if search.planner.sync == "layer" else 1
     unit_of_S = packing.cell_of_S // models.ranks_per_group(search.topology)
-    return search.rerouter.refine_placement(placement, search.demand, unit_of_S, search.topology, joined_units=joined, **heat)
+    units = PackedUnits(
+        demand=search.demand,
+        unit_of_S=unit_of_S,
+        num_ranks=search.topology.expert_parallel_degree,
+        joined_units=joined,
+    )
+    if heat.get("temperature", 0.0) > 0.0:
+        return search.placement_search.annealed(placement, units, **heat)
+    return search.placement_search.refined(placement, units)
 
 
 def dealt(search: Search, candidate: Candidate, load_SRL: np.ndarray) -> Iterator[Candidate]:
@@ -148,7 +167,7 @@ def dealt(search: Search, candidate: Candidate, load_SRL: np.ndarray) -> Iterato
     )
     # A unit that changes groups takes its ranks' numbers of sequences along, which the packer may have rules about.
     if search.keeps_counts(packing.cell_of_S):
-        yield search.priced(candidate.placement, packing, load_SRL)
+        yield search.priced(candidate.placement, packing, load_SRL, rerouter=candidate.rerouter, packer=candidate.packer)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -32,27 +32,29 @@ def candidates(search: Search, known: float) -> Iterator[Candidate]:
         placement, load_SRL = rerouter.place(search.demand.tokens_LE, search.topology), None
         expert = least_expert(placement, search.demand, search.topology, search.rates)
         packings = peer_packings(search) if packings is None else packings
-        for packing, attention in packings:
+        for packer, packing, attention in packings:
             if attention + expert < known * (1 + ROUNDING):
                 load_SRL = search.load_of(placement) if load_SRL is None else load_SRL
-                yield from alternation.dealt(search, search.priced(placement, packing, load_SRL), load_SRL)
+                yield from alternation.dealt(
+                    search, search.priced(placement, packing, load_SRL, rerouter=rerouter, packer=packer), load_SRL
+                )
 
 
-def peer_packings(search: Search) -> list[tuple[Packing, float]]:
-    """The baselines' packings, with the attention term of each."""
+def peer_packings(search: Search) -> list[tuple[Packer, Packing, float]]:
+    """The baselines that pack, the packing of each, and its attention term."""
     problem = search.problem(np.zeros((search.demand.num_sequences, 1, 1), dtype=np.int32))
     return [
-        (packing, least_attention(packing, search.demand.length_S, search.topology, search.rates))
-        for packing in packings_beside(search.packer, problem)
+        (packer, packing, least_attention(packing, search.demand.length_S, search.topology, search.rates))
+        for packer, packing in packings_beside(search.packer, problem)
     ]
 
 
 def rerouters_beside(rerouter: Rerouter) -> tuple[Rerouter, ...]:
     """The baselines that place; the planner's own alone where it is one that does not search."""
-    return baselines.REROUTERS if rerouter.refines else (rerouter,)
+    return baselines.REROUTERS if rerouter.search() else (rerouter,)
 
 
-def packings_beside(packer: Packer, problem: PackingProblem) -> Iterator[Packing]:
+def packings_beside(packer: Packer, problem: PackingProblem) -> Iterator[tuple[Packer, Packing]]:
     """Every baseline's packing of the problem, under the packer's own rules; none where it does not search itself.
 
     Baselines pack by lengths and work alone: one placement's packings are every placement's.
@@ -60,7 +62,7 @@ def packings_beside(packer: Packer, problem: PackingProblem) -> Iterator[Packing
     if packer.improves:
         options: dict[str, Any] = asdict(packer.rules) | {"max_tokens": packer.max_tokens}
         for kind in baselines.PACKERS:
-            yield kind(**options).pack(problem)
+            yield (beside := kind(**options)), beside.pack(problem)
 
 
 def least_attention(packing: Packing, length_S: np.ndarray, topology: Topology, rates: models.CostRates) -> float:

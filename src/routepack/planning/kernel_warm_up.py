@@ -8,21 +8,22 @@ milliseconds where the kernels are there.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from routepack.core.rollouts import RoutingDemand
 from routepack.cost import models
+from routepack.planning.search import PlannerSettings
 
 FEWEST_SEQUENCES = 16
 """Enough not to be planned exactly, by kernels of their own."""
-_READY: set[tuple[Any, ...]] = set()
+_READY: set[tuple[object, ...]] = set()
 
 
-def ready_kernels(planner: Any, demand: RoutingDemand) -> float:
-    """Compile or load what planning such windows needs, once a process; the seconds that it took."""
+def ready_kernels(planner: PlannerSettings, demand: RoutingDemand, plan: Callable[[RoutingDemand], object]) -> float:
+    """Compile or load what planning such windows needs, by one call of *plan* in a process; the seconds that it took."""
     tokens_SLE, several = demand.tokens_SLE, models.num_packed_groups(planner.topology) > 1
     key = (
         type(planner.packer), type(planner.rerouter), type(planner.links), planner.sync, planner.packer.rules, several,
@@ -32,12 +33,12 @@ def ready_kernels(planner: Any, demand: RoutingDemand) -> float:
     if shortest is None:
         return 0.0
     started = time.monotonic()
-    replace(planner, time_limit_seconds=None, num_proposals=1).plan(shortest)
+    plan(shortest)
     _READY.add(key)
     return time.monotonic() - started
 
 
-def _shortest(planner: Any, demand: RoutingDemand) -> RoutingDemand | None:
+def _shortest(planner: PlannerSettings, demand: RoutingDemand) -> RoutingDemand | None:
     """The shortest sequences, and the one with the largest count, which its type of number depends on.
 
     As many as can be planned whatever their lengths, one a cell; None where planning will fail.

@@ -11,7 +11,7 @@ import numpy as np
 
 from routepack.components.move_policy import MoveChoice, moved_between
 from routepack.core.errors import PlanError
-from routepack.core.plans import ExpertPlacement, Packing
+from routepack.core.plans import ExpertPlacement
 from routepack.cost.links import nodes_per_group
 from routepack.planning import alternation
 from routepack.planning.search import Candidate, Search
@@ -39,8 +39,8 @@ def moved_on(
     policy = search.planner.move_policy
     if not policy.compares:
         return near, _figures(search, near, previous)
-    kept = search.priced(previous, near.packing, search.load_of(previous))
-    partly = _chosen_layers(search, kept, _refined(search, previous, near.packing), previous, limit=float("inf"))
+    kept = search.changed(near, previous, near.packing)
+    partly = _chosen_layers(search, kept, _refined(search, near, previous), previous, limit=float("inf"))
     mostly = _chosen_layers(search, partly, near, previous, limit=limit)
     placements = [previous, partly.placement, mostly.placement]
     candidates = [near, *(candidate for placed in placements for candidate in _packings(search, placed, near))]
@@ -63,19 +63,19 @@ def _chosen_layers(search: Search, kept: Candidate, moved: Candidate, previous: 
         limit=limit,
     )
     placement = _mixed(moved.placement, kept.placement, policy.moves(choice))
-    return search.priced(placement, kept.packing, search.load_of(placement))
+    return search.changed(kept, placement, kept.packing)
 
 
-def _refined(search: Search, previous: ExpertPlacement, packing: Packing) -> Candidate:
+def _refined(search: Search, near: Candidate, previous: ExpertPlacement) -> Candidate:
     """The previous placement after the rerouter's swaps for this packing: most of the gain for few of the moves."""
     from routepack.solvers.placement import keep_in_place
 
-    moved = alternation.refined(search, previous, packing)
+    moved = alternation.refined(search, previous, near.packing)
     ranks = search.topology.expert_parallel_degree
     # Every rank a node of its own: none is renumbered, and who stays keeps his slot.
     slots_LP = keep_in_place(moved.physical_to_logical_LP, previous.physical_to_logical_LP, ranks, num_nodes=ranks)
     placement = ExpertPlacement(physical_to_logical_LP=slots_LP)
-    return search.priced(placement, packing, search.load_of(placement))
+    return search.changed(near, placement, near.packing)
 
 
 def _near(search: Search, best: Candidate, limit: float, previous: ExpertPlacement) -> Candidate:
@@ -88,7 +88,7 @@ def _near(search: Search, best: Candidate, limit: float, previous: ExpertPlaceme
     placement = ExpertPlacement(physical_to_logical_LP=slots_LP)
     if not search.rates.links_cost:
         return replace(best, placement=placement)
-    near = search.priced(placement, best.packing, search.load_of(placement))
+    near = search.changed(best, placement, best.packing)
     return near if near.evaluation.value <= limit else best
 
 
@@ -100,13 +100,13 @@ def _mixed(moved: ExpertPlacement, kept: ExpertPlacement, moved_L: np.ndarray) -
 def _packings(search: Search, placement: ExpertPlacement, near: Candidate) -> list[Candidate]:
     """A placement with the packing that there is, and with the one found from it where the packer improves on packings."""
     load_SRL = search.load_of(placement)
-    candidates = [search.priced(placement, near.packing, load_SRL)]
+    candidates = [search.changed(near, placement, near.packing)]
     if placement is not near.placement and search.packer.improves:
         start = near.packing.cell_of_S
         if near.packing.num_microbatches == search.certificate.num_microbatches:
             quarter = -(-search.num_proposals // 4)
             problem = search.problem(load_SRL, start=start, num_proposals=quarter, temperatures=(0.0, 0.0))
-            candidates.append(search.priced(placement, search.packer.pack(problem), load_SRL))
+            candidates.append(search.priced(placement, search.packer.pack(problem), load_SRL, rerouter=near.rerouter))
     return candidates
 
 

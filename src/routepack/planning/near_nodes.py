@@ -23,7 +23,9 @@ def brought_near(search: Search, best: Candidate) -> Candidate:
     if not search.rates.links_cost:
         return best
     near = _alternated(search, best, best.placement)
-    gathered = search.rerouter.gathered_placement(search.demand, search.topology)
+    if search.placement_search is None:
+        return near
+    gathered = search.placement_search.gathered(search.demand, search.topology)
     return near if gathered is None else _better(search, near, _alternated(search, best, gathered))
 
 
@@ -33,11 +35,12 @@ def _alternated(search: Search, best: Candidate, placement: ExpertPlacement) -> 
     for turn in range(ROUNDS):
         before = best
         packing = _seated(search, placement, packing)
-        best = _better(search, best, search.priced(placement, packing, search.load_of(placement)))
-        placement = search.rerouter.near_placement(
-            placement, search.demand, packing, search.topology, search.rates, search.planner.sync
-        )
-        best = _better(search, best, search.priced(placement, packing, search.load_of(placement)))
+        best = _better(search, best, search.changed(best, placement, packing))
+        if search.placement_search is not None:
+            placement = search.placement_search.brought_near(
+                placement, search.demand, packing, search.topology, search.rates, search.planner.sync
+            )
+        best = _better(search, best, search.changed(best, placement, packing))
         if best is before and turn:
             break
     return best

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from routepack.core.checks import instance
 from routepack.core.errors import ConfigError
@@ -52,7 +52,10 @@ class Planner(PlannerSettings):
             instance("previous", previous, ExpertPlacement)
         demand = self.collector.collect(window) if isinstance(window, RolloutBatch) else window
         self.topology.slots_per_rank(demand.num_experts)
-        compiled = 0.0 if self.time_limit_seconds is None else ready_kernels(self, demand)
+        compiled = 0.0
+        if self.time_limit_seconds is not None:
+            quick = replace(self, time_limit_seconds=None, num_proposals=1)
+            compiled = ready_kernels(self, demand, quick.plan)
         search = Search(planner=self, demand=demand, started=started, kernel_seconds=compiled)
         baseline = search.baseline()
         search.keep_time()
@@ -68,6 +71,6 @@ class Planner(PlannerSettings):
         best = min(found, key=lambda candidate: candidate.evaluation.key)
         best = brought_near(search, best)
         if previous is None:
-            return search.report(best, baseline)
+            return search.report(best, baseline, known)
         best, moves = moved_on(search, best, baseline, previous)
-        return search.report(best, baseline, moves)
+        return search.report(best, baseline, known, moves)

@@ -10,18 +10,21 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
-from typing import Any, cast
+from types import NoneType
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from routepack.components.expert_rerouter import ExpertRerouter
 from routepack.components.move_policy import AlwaysMove, MovePolicy
 from routepack.components.packer import FirstFitPacker, Packer, PackingProblem
-from routepack.components.rerouter import Rerouter
+from routepack.components.placement_search import PlacementSearch
+from routepack.components.rerouter import IdentityRerouter, Rerouter
 from routepack.components.routing_demand_collector import RoutingDemandCollector
-from routepack.core.checks import instance, real, whole
+from routepack.core.checks import instance
+from routepack.core.component import Component, Limits, as_config, import_path
 from routepack.core.errors import ConfigError, InfeasibleError
-from routepack.core.plans import SYNCS, ExpertPlacement, Packing, Plan, Sync, Topology
+from routepack.core.plans import ExpertPlacement, Packing, Plan, PlannedBy, Sync, Topology
 from routepack.core.rollouts import RoutingDemand
 from routepack.cost import bounds, evaluation, models
 from routepack.cost.links import FreeLinks, Links, nodes_per_group, traffic_of
@@ -34,8 +37,10 @@ NO_MOVES: Mapping[str, float] = {}
 
 
 @dataclass(kw_only=True)
-class PlannerSettings:
+class PlannerSettings(Component):
     """What a planner is made of and how far it searches; :class:`~routepack.Planner` plans with it."""
+
+    section: ClassVar[str] = ""
 
     topology: Topology
     packer: Packer
@@ -49,41 +54,22 @@ class PlannerSettings:
     """What counts a RolloutBatch."""
     sync: Sync = "step"
     """What joins the ranks: ``step``, ``microbatch`` or ``layer``."""
-    seed: int = 0
-    time_limit_seconds: float | None = None
+    seed: Annotated[int, Limits(least=0, most=2**40)] = 0
+    """Each chain and phase of a search draws from a seed of its own, derived from this one."""
+    time_limit_seconds: Annotated[float, Limits(least=1e-3, most=86_400.0)] | None = None
     """Plan for about so long instead of a fixed number of proposals, though never shorter than counting, certifying and pricing
     take: a limit below that searches as little as there is and is overrun. Kernels that are not compiled or loaded yet are
     first, and their time does not count: the plan's ``kernel_seconds``."""
-    num_proposals: int | None = None
+    num_proposals: Annotated[int, Limits(least=1, most=10**13)] | None = None
     """Moves and swaps to try. None: :func:`default_proposals` of the window."""
 
-    def __post_init__(self) -> None:
-        if self.sync not in SYNCS:
-            raise ConfigError(f"sync={self.sync!r} is unknown: choose {', '.join(SYNCS)}.")
+    def check_options(self) -> None:
+        """Raise ConfigError where two budgets are given."""
         if self.time_limit_seconds is not None and self.num_proposals is not None:
             raise ConfigError(
                 f"time_limit_seconds={self.time_limit_seconds} and num_proposals={self.num_proposals} exclude each other: "
                 "set one, or neither for the default number of proposals."
             )
-        # Each chain and phase has a seed of its own, up to 2^22 for one of these: all stay below 2^63.
-        whole("seed", self.seed, least=0, most=2**40)
-        if self.num_proposals is not None:
-            whole("num_proposals", self.num_proposals, least=1, most=10**13)
-        if self.time_limit_seconds is not None:
-            real("time_limit_seconds", self.time_limit_seconds, least=1e-3, most=86_400.0)
-        for name, kind in _COMPONENTS.items():
-            instance(name, getattr(self, name), kind)
-
-
-_COMPONENTS = {
-    "topology": Topology,
-    "packer": Packer,
-    "cost_model": models.CostModel,
-    "rerouter": Rerouter,
-    "collector": RoutingDemandCollector,
-    "links": Links,
-    "move_policy": MovePolicy,
-}
 
 
 def default_proposals(demand: RoutingDemand, topology: Topology, sync: Sync = "step") -> int:
@@ -97,10 +83,12 @@ def default_proposals(demand: RoutingDemand, topology: Topology, sync: Sync = "s
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A placement and a packing, priced."""
+    """A placement and a packing, priced, and what made them."""
 
     placement: ExpertPlacement
     packing: Packing
+    rerouter: Rerouter
+    packer: Packer
     evaluation: evaluation.Evaluation
 
 
@@ -117,6 +105,9 @@ class Search:
     def __post_init__(self) -> None:
         planner, demand = self.planner, self.demand
         self.topology, self.packer, self.rerouter = planner.topology, planner.packer, planner.rerouter
+        self.placement_search = self.rerouter.search()
+        what = f"what {type(self.rerouter).__name__}.search gave"
+        instance(what, self.placement_search, (PlacementSearch, NoneType))
         _check_countable(demand)
         rates = planner.cost_model.rates(demand, self.topology)
         instance(f"what {type(planner.cost_model).__name__}.rates gave", rates, models.CostRates)
@@ -144,11 +135,13 @@ class Search:
 
     def baseline(self) -> Candidate:
         """Identity placement and first-fit packing."""
-        placement = ExpertPlacement.identity(self.demand.num_layers, self.demand.num_experts)
+        rerouter = IdentityRerouter()
+        placement = rerouter.place(self.demand.tokens_LE, self.topology)
         load_SRL = self.load_of(placement)
         rules = {"min_microbatches": self.packer.min_microbatches, "microbatch_multiple": self.packer.microbatch_multiple}
         packer = FirstFitPacker(max_tokens=self.packer.max_tokens, **rules)
-        return self.priced(placement, packer.pack(self.problem(load_SRL)), load_SRL)
+        packing = packer.pack(self.problem(load_SRL))
+        return self.priced(placement, packing, load_SRL, rerouter=rerouter, packer=packer)
 
     def allowed(self, candidate: Candidate) -> bool:
         """Whether the ranks' numbers of sequences are as the packer's rules want them."""
@@ -170,9 +163,15 @@ class Search:
             yield self.priced(placement, packing, self.load_of(placement))
 
     def problem(
-        self, load_SRL: np.ndarray, *, start: np.ndarray | None = None, seed: int | None = None, **search: Any
+        self,
+        load_SRL: np.ndarray,
+        *,
+        start: np.ndarray | None = None,
+        seed: int | None = None,
+        num_proposals: int | None = None,
+        temperatures: tuple[float, float] | None = None,
     ) -> PackingProblem:
-        """What the packer sees; *search*: further fields of the problem that steer its search."""
+        """What the packer sees; what is None is the search's own."""
         load_SRL = load_SRL.view()
         # A packer that writes to what it is priced by must fail, not be believed.
         load_SRL.flags.writeable = False
@@ -189,7 +188,8 @@ class Search:
             sync=self.planner.sync,
             seed=self.planner.seed if seed is None else seed,
             deadline=self.deadline,
-            **cast(dict[str, Any], {"num_proposals": self.num_proposals} | search),
+            num_proposals=self.num_proposals if num_proposals is None else num_proposals,
+            temperatures=temperatures,
         )
 
     def load_of(self, placement: ExpertPlacement) -> np.ndarray:
@@ -199,8 +199,16 @@ class Search:
         ranks = self.topology.expert_parallel_degree
         return rank_load(self.demand.tokens_SLE, placement.rank_of_LE(ranks), ranks)
 
-    def priced(self, placement: ExpertPlacement, packing: Packing, load_SRL: np.ndarray) -> Candidate:
-        """A candidate with its value under the planner's ``sync``."""
+    def priced(
+        self,
+        placement: ExpertPlacement,
+        packing: Packing,
+        load_SRL: np.ndarray,
+        *,
+        rerouter: Rerouter | None = None,
+        packer: Packer | None = None,
+    ) -> Candidate:
+        """A candidate with its value under the planner's ``sync``. None: made by the planner's own rerouter or packer."""
         priced = evaluation.evaluate(
             load_SRL=load_SRL,
             length_S=self.demand.length_S,
@@ -209,10 +217,22 @@ class Search:
             rates=self.rates,
             sync=self.planner.sync,
         )
-        return Candidate(placement=placement, packing=packing, evaluation=priced)
+        return Candidate(
+            placement=placement,
+            packing=packing,
+            rerouter=rerouter or self.rerouter,
+            packer=packer or self.packer,
+            evaluation=priced,
+        )
 
-    def report(self, best: Candidate, baseline: Candidate, moves: Mapping[str, float] = NO_MOVES) -> Plan:
-        """The plan, with everything that it says about itself."""
+    def changed(self, candidate: Candidate, placement: ExpertPlacement, packing: Packing) -> Candidate:
+        """A candidate whose experts or sequences were moved a little, priced anew; the same components count as its makers."""
+        makers = {"rerouter": candidate.rerouter, "packer": candidate.packer}
+        return self.priced(placement, packing, self.load_of(placement), **makers)
+
+    def report(self, best: Candidate, baseline: Candidate, own_value: float, moves: Mapping[str, float] = NO_MOVES) -> Plan:
+        """The plan, with everything that it says about itself. *own_value*: of the best that the planner's own parts made."""
+        why = f"its plans reach {own_value:.4f}, this one {best.evaluation.value:.4f} ({self.rates.unit})"
         planner = self.planner
         limits = bounds.plan_bounds(
             self.demand, self.topology, self.rates, max_tokens=self.packer.max_tokens, sync=planner.sync
@@ -235,6 +255,8 @@ class Search:
             certificate=replace(self.certificate, num_microbatches=rows, possible=min(rows, self.certificate.possible)),
             baseline_microbatches=baseline.packing.num_microbatches,
             rules=self.packer.rules,
+            packer=_made_by(best.packer, self.packer, why, certified=np.array_equal(best.packing.cell_of_S, self.feasible)),
+            rerouter=_made_by(best.rerouter, self.rerouter, why),
             unit=self.rates.unit,
             cost=self.rates.as_dict() | planner.cost_model.as_dict() | {"links": planner.links.as_dict()},
             parts={**parts, **moves} | {f"bound.{name}": value for name, value in limits.items()},
@@ -257,6 +279,14 @@ class Search:
         if self.planner.time_limit_seconds is not None:
             return {"time_limit_seconds": float(self.planner.time_limit_seconds)}
         return {"num_proposals": int(self.num_proposals)}
+
+
+def _made_by(made: Component, own: Component, why: str, *, certified: bool = False) -> PlannedBy:
+    options = as_config(made)
+    name, own_name = options.pop("_target_"), import_path(type(own))
+    if name != own_name:
+        return PlannedBy(name=name, options=options, instead_of=own_name, why=why)
+    return PlannedBy(name=name, options=options, why="it is the packing that certifies M" if certified else "")
 
 
 def _check_countable(demand: RoutingDemand) -> None:

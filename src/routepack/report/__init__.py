@@ -1,5 +1,1 @@
-"""A plan as one self-contained page: what it changes, what remains, and how far to trust it."""
-
-from routepack.report.plan_page import render_report, write_report
-
-__all__ = ["render_report", "write_report"]
+"""What people read: a plan as a page, a trace as tables, figures for loggers."""

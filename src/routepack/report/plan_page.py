@@ -1,9 +1,12 @@
-"""The page itself: no script, nothing fetched, readable on paper. Text that comes from files is cleaned and escaped."""
+"""A plan as one HTML page without scripts or requests. Text that comes from files is cleaned and escaped.
+
+plan_page_figures.py computes what the page shows, plan_page_drawings.py lays out its drawings, and the templates beside this
+file hold the words and the markup.
+"""
 
 from __future__ import annotations
 
 import json
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,14 @@ from routepack.core.files import atomic_path
 from routepack.core.plans import ExpertPlacement, Plan
 from routepack.core.rollouts import RolloutBatch, RoutingDemand
 from routepack.planning.verification import verify
-from routepack.report import figures, svg
+from routepack.report import plan_page_drawings as drawings
+from routepack.report import plan_page_figures as figures
 from routepack.report.plan_metrics import plan_metrics
 
 MOST_JSON = 20_000
 """Characters of the folded config that are shown."""
+PLAIN = "\n\u00a0\u202f"
+"""White space that is no trick, though Python counts it as unprintable."""
 PART_NAMES = {
     "attention": "attention",
     "dense": "dense layers",
@@ -31,11 +37,6 @@ PART_NAMES = {
     "waiting_groups": "waiting for other expert groups",
 }
 SIDE_NAMES = {"baseline": "Baseline", "planned": "Planned", "bound": "Lower bound"}
-SYNC_TEXT = {
-    "step": "EP groups meet once a step",
-    "microbatch": "EP groups meet once a microbatch",
-    "layer": "all ranks meet in every layer",
-}
 
 
 def write_report(
@@ -72,18 +73,38 @@ def render_report(
     problems = _own_problems(plan) or ([] if demand is None else verify(plan, demand))
     if problems:
         raise PlanError("the plan is rejected, and a report would mislead:\n" + "\n".join(f"  - {text}" for text in problems))
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, finalize=_cleaned, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"amount": Amount(plan).text, "percent": lambda value, digits=1: f"{100 * value:.{digits}f} %"}
-    template = environment.from_string(_text("page.html.j2"))
-    style = Markup(_text("page.css"))
+    environment = template_environment()
+    environment.filters["amount"] = Amount(plan).text
     names = {"plan_name": plan_name or "plan", "trace_name": trace_name, "source": source}
-    return template.render(style=style, **names, **_content(plan, demand))
+    return environment.get_template("plan_page.html.j2").render(**names, **_content(plan, demand))
 
 
-def _text(name: str) -> str:
-    return resources.files("routepack.report").joinpath(name).read_text(encoding="utf-8")
+def template_environment() -> jinja2.Environment:
+    """The page's templates. Every value that they show is cleaned first, then escaped, unless it is Markup."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("routepack.report", ""),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_cleaned,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["percent"] = lambda value, digits=1: f"{100 * value:.{digits}f} %"
+    return environment
+
+
+def _cleaned(value: Any) -> Any:
+    return value if isinstance(value, Markup | int | float) else clean(str(value))
+
+
+def clean(text: str, most: int = 300) -> str:
+    """*text* without characters that cannot be shown or that hide others, cut after *most* characters.
+
+    >>> clean("a\\x00b\\u202ec")
+    'a�b�c'
+    """
+    shown = "".join(character if character.isprintable() or character in PLAIN else "\ufffd" for character in text[: most + 1])
+    return shown if len(shown) <= most else shown[:most] + "…"
 
 
 class Amount:
@@ -127,11 +148,6 @@ def _own_problems(plan: Plan) -> list[str]:
     return found
 
 
-def _cleaned(value: Any) -> Any:
-    """Whatever a file says, as text fit to be shown; the template escapes it."""
-    return value if isinstance(value, Markup | int | float) else svg.clean(str(value))
-
-
 def _content(plan: Plan, demand: RoutingDemand | None) -> dict[str, Any]:
     packing = figures.baseline_packing(plan, demand)
     baseline = None if packing is None else figures.side_of(plan, packing, _identity(plan), demand)
@@ -140,8 +156,6 @@ def _content(plan: Plan, demand: RoutingDemand | None) -> dict[str, Any]:
         "plan": plan,
         "demand": demand,
         "saved": 1.0 - plan.value / plan.baseline_value if plan.baseline_value else 0.0,
-        "sync_text": SYNC_TEXT[plan.sync],
-        "waits": _waits(plan),
         "relative": plan.unit != "seconds",
         "num_tokens": int(plan.length_S.sum()),
         "moved": int((plan.placement.physical_to_logical_LP != _identity(plan).physical_to_logical_LP).any(axis=1).sum()),
@@ -154,21 +168,6 @@ def _content(plan: Plan, demand: RoutingDemand | None) -> dict[str, Any]:
     }
 
 
-def _waits(plan: Plan) -> str:
-    """Who waits for whom, beside the heat maps."""
-    ranks = plan.topology.expert_parallel_degree
-    if plan.sync == "step" and ranks == 1:
-        return "Ranks meet at the end of the step: what counts is the sum of each row."
-    if plan.sync == "step":
-        return (
-            f"In every microbatch the {ranks} ranks of an EP group wait for the busiest of them, and groups for one another "
-            "at the end of the step."
-        )
-    return (
-        f"In every {plan.sync}{' of every microbatch' if plan.sync == 'layer' else ''} all ranks wait for the busiest of them."
-    )
-
-
 def _identity(plan: Plan) -> ExpertPlacement:
     return ExpertPlacement.identity(plan.placement.num_layers, plan.placement.num_experts)
 
@@ -177,16 +176,11 @@ def _time(plan: Plan) -> dict[str, Any]:
     """Bars and table of where the step goes; parts that nobody has are left out."""
     time, write = figures.time_of(plan), Amount(plan).text
     used = [key for key in PART_NAMES if any(round(time[side][key], 12) > 0 for side in time)]
-    total = max(sum(parts.values()) for parts in time.values())
     bars = {
-        side: svg.bar(
-            [(key, f"{PART_NAMES[key]}: {write(parts[key])}", parts[key]) for key in used],
-            total,
-            f"{SIDE_NAMES[side]}: " + ", ".join(f"{PART_NAMES[key]} {write(parts[key])}" for key in used),
-        )
-        for side, parts in time.items()
+        side: [(key, f"{PART_NAMES[key]}: {write(parts[key])}", parts[key]) for key in used] for side, parts in time.items()
     }
-    return {"time": time, "bars": bars, "parts_used": used, "side_names": SIDE_NAMES}
+    longest = max(sum(parts.values()) for parts in time.values())
+    return {"time": time, "bars": bars, "longest": longest, "parts_used": used, "side_names": SIDE_NAMES}
 
 
 def _heat(baseline: figures.Side | None, planned: figures.Side) -> dict[str, Any]:
@@ -194,42 +188,32 @@ def _heat(baseline: figures.Side | None, planned: figures.Side) -> dict[str, Any
     sides = {"after": planned.busy_DM / even}
     if baseline is not None:
         sides = {"before": baseline.busy_DM / even} | sides
-    shown = [svg.shown_cells(busy_DM) for busy_DM in sides.values()]
-    edges = svg.steps(min(float(cells.min()) for cells in shown), max(float(cells.max()) for cells in shown))
-    drawn = {}
-    for name, busy_DM in sides.items():
-        ranks, microbatches = busy_DM.shape
-        label = (
-            f"{'Baseline' if name == 'before' else 'Planned'}: predicted work of {ranks} ranks in {microbatches} microbatches, "
-            f"from {busy_DM.min():.2f} to {busy_DM.max():.2f} times an even share"
-        )
-        rows, columns = svg.shown_cells(busy_DM).shape
-        drawn[name] = {
-            "svg": svg.heat_map(busy_DM, edges, label),
-            "ranks": ranks,
-            "microbatches": microbatches,
-            "merged": (-(-ranks // rows), -(-microbatches // columns)),
+    shown = [drawings.shown_cells(busy_DM) for busy_DM in sides.values()]
+    edges = drawings.steps(min(float(cells.min()) for cells in shown), max(float(cells.max()) for cells in shown))
+    heat = {
+        name: {
+            "map": drawings.heat_map(busy_DM, edges),
+            "ranks": busy_DM.shape[0],
+            "microbatches": busy_DM.shape[1],
+            "merged": [-(-there // drawn) for there, drawn in zip(busy_DM.shape, cells.shape, strict=True)],
             "highest": float(busy_DM.max()),
             "lowest": float(busy_DM.min()),
-            "slowest_M": float(busy_DM.max(axis=0).mean()),
+            "slowest": float(busy_DM.max(axis=0).mean()),
         }
-    return {"heat": drawn, "edges": edges.tolist()}
+        for (name, busy_DM), cells in zip(sides.items(), shown, strict=True)
+    }
+    return {"heat": heat, "edges": edges.tolist()}
 
 
 def _layers(plan: Plan, demand: RoutingDemand | None, before: figures.Side | None, after: figures.Side) -> dict[str, Any]:
     if demand is None or before is None or plan.topology.expert_parallel_degree == 1:
-        return {"layer_svg": None, "layers": [], "imbalance": None}
-    pairs0, pairs1 = before.pairs, after.pairs
-    mean0, mean1 = (float(np.mean([mean for mean, _ in pairs])) for pairs in (pairs0, pairs1))
-    label = (
-        f"Load of the fullest expert-parallel rank over the mean one in {demand.num_layers} layers: mean {mean0:.3f} before, "
-        f"{mean1:.3f} after planning; worst microbatch {max(w for _, w in pairs0):.3f} before, "
-        f"{max(w for _, w in pairs1):.3f} after"
-    )
+        return {"layer_chart": None}
+    pairs = (before.pairs, after.pairs)
     return {
-        "layer_svg": svg.layer_chart(demand.layer_ids_L.tolist(), pairs0, pairs1, label),
+        "layer_chart": drawings.layer_chart(demand.layer_ids_L.tolist(), *pairs),
         "layers": figures.worst_layers(plan, demand, before, after),
-        "imbalance": (mean0, mean1),
+        "imbalance": [float(np.mean([mean for mean, _ in side])) for side in pairs],
+        "worst": [max(worst for _, worst in side) for side in pairs],
     }
 
 
@@ -242,4 +226,4 @@ def _folded(plan: Plan) -> dict[str, str]:
         "Versions": json.dumps(header["versions"], indent=2),
         "All figures": json.dumps(plan_metrics(plan, prefix=""), indent=2),
     }
-    return {name: Markup.escape(svg.clean(text, MOST_JSON)) for name, text in texts.items()}
+    return {name: Markup.escape(clean(text, MOST_JSON)) for name, text in texts.items()}

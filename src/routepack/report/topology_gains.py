@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -65,22 +65,24 @@ class Outlook:
     model_parallel_degree: int = 1
     seed: int = 0
 
+    def as_dict(self) -> dict[str, Any]:
+        """The options as plain numbers, and the cost model as a plan keeps it."""
+        return asdict(self) | {"cost_model": self.cost_model.as_dict()}
+
     def gains(
         self,
         window: RolloutBatch | RoutingDemand,
         expert_parallel: Sequence[int],
         data_parallel: Sequence[int],
-        progress: Callable[[], Any] = lambda: None,
     ) -> Iterator[TopologyGain]:
-        """One for each pair, in order; *progress* is called after each."""
+        """The gain of each pair of degrees, each planned when the iterator comes to it."""
         demand = window if isinstance(window, RoutingDemand) else RoutingDemandCollector().collect(window)
         for ranks in data_parallel:
             for expert_ranks in expert_parallel:
                 yield self.gain(demand, expert_ranks, ranks)
-                progress()
 
     def gain(self, demand: RoutingDemand, expert_parallel: int, data_parallel: int) -> TopologyGain:
-        """The gain on one topology."""
+        """Plan for one topology; the gain of that, or the reason why it cannot be planned."""
         degrees = {"expert_parallel_degree": expert_parallel, "data_parallel_degree": data_parallel}
         try:
             plan = self._plan(demand, Topology(**degrees, model_parallel_degree=self.model_parallel_degree))

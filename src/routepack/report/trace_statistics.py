@@ -15,12 +15,13 @@ from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.arrays import as_plain
 from routepack.core.checks import instance, real
 from routepack.core.errors import ConfigError
+from routepack.core.files import without_nan
 from routepack.core.rollouts import RolloutBatch, RoutingDemand, fed_tokens
 
 MOST_GROUPS = 64
 """Groups that are compared pair by pair; of more, those with the most rows."""
 SPLITS = 8
-"""Random halvings of a group, to tell how far apart two samples of the same routing lie."""
+"""How often a group is halved at random, to tell how far apart two halves lie by chance alone."""
 HOT_SHARE = 0.1
 """Share of a layer's experts that counts as its hot ones."""
 PROMPT_SHARE = 0.5
@@ -83,7 +84,7 @@ class GroupPopularity:
     """Total variation between two groups' shares, mean over layers: the share of one's rows that would have to go
     elsewhere for both to be alike. 0 alike, 1 disjoint."""
     within_g: np.ndarray
-    """The same between random halves of one group (nan for a single sequence): what chance alone makes of it."""
+    """Distance between random halves of one group, which is chance alone; nan for a group of one sequence."""
     hottest_g: list[tuple[int, int, float]]
     """Layer, expert, and share of the layer's rows of each group's hottest expert."""
     distinctive_g: list[tuple[int, int, float, float]]
@@ -111,12 +112,12 @@ class PromptResponse:
     correlation_S: np.ndarray
     """Pearson correlation over experts, mean over layers, of the requests with rows on both sides."""
     other_S: np.ndarray
-    """The same with the response of another request: what popular experts alone account for."""
+    """Correlation with the response of another request, which is due to experts that are popular everywhere."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutingInspection:
-    """All of it, for one trace."""
+    """All that an inspection finds in one trace."""
 
     source: str
     num_sequences: int
@@ -137,7 +138,7 @@ class RoutingInspection:
         figures["coverage"]["share"] = self.coverage.share
         if self.groups is not None:
             figures["groups"] |= {"between": self.groups.between, "within": self.groups.within}
-        return _finite(as_plain(figures))
+        return without_nan(as_plain(figures))
 
 
 def inspect_routing(
@@ -208,7 +209,7 @@ def _without_estimates(demand: RoutingDemand) -> RoutingDemand:
 
 
 def _coverage(counts: RoutingDemand, fed_S: np.ndarray | None) -> Coverage:
-    """*fed_S*: None for a demand, which has forgotten whether one of its rows was the last token's."""
+    """How much was recorded of *fed_S*, tokens fed in; None for a demand, which no longer knows if last tokens were fed in."""
     rows_S = counts.tokens_SLE[:, 0].sum(axis=1, dtype=np.int64) // counts.top_k
     fed_S = np.maximum(counts.length_S - 1, rows_S) if fed_S is None else fed_S
     complete, missing = int((rows_S == fed_S).sum()), int(((rows_S == 0) & (fed_S > 0)).sum())
@@ -343,12 +344,3 @@ def _correlation(prefill_SLE: np.ndarray, decode_SLE: np.ndarray, s: np.ndarray,
         norm = np.sqrt((one**2).sum(axis=-1) * (two**2).sum(axis=-1))
         found[part] = ((one * two).sum(axis=-1) / np.where(norm > 0, norm, 1.0)).mean(axis=-1)
     return found
-
-
-def _finite(value: Any) -> Any:
-    """Nested figures with None for what is not a number, which JSON cannot say."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -21,12 +21,14 @@ from routepack.core.arrays import joined
 from routepack.core.checks import instance
 from routepack.core.errors import ConfigError, RoutePackError, TraceError
 from routepack.core.files import atomic_path, is_folder
-from routepack.core.plans import Certificate, ExpertPlacement, Packing, PackingRules, Plan, Topology
+from routepack.core.plans import Certificate, ExpertPlacement, Packing, PackingRules, Plan, PlannedBy, Topology
 from routepack.core.rollouts import TRACE_TENSORS, RolloutBatch, RoutingDemand
 
 TRACE, DEMAND, PLAN = "routepack.trace/1", "routepack.demand/1", "routepack.plan/1"
 PLAN_TENSORS = ("physical_to_logical", "cell_of_sequence", "order", "length")
-_PLAN_NOUNS = ("topology", "placement", "packing", "length_S", "certificate", "rules")
+_PLAN_NOUNS = ("topology", "placement", "packing", "length_S", "certificate", "rules", "packer", "rerouter")
+_MADE_BY = ("packer", "rerouter")
+"""Entries that plans made before they were recorded do not have."""
 _DTYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "F16": np.float16, "U32": np.uint32,
     "I32": np.int32, "F32": np.float32, "U64": np.uint64, "I64": np.int64, "F64": np.float64,
@@ -204,6 +206,7 @@ def _plan(header: dict[str, Any], tensors: dict[str, np.ndarray]) -> Plan:
         length_S=tensors["length"],
         certificate=Certificate(**header.pop("certificate")),
         rules=PackingRules(**header.pop("rules")),
+        **{name: PlannedBy(**header.pop(name)) for name in _MADE_BY if name in header},
         **header,
     )
 
@@ -219,11 +222,13 @@ def _plan_header(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
     except ValueError as error:
         raise TraceError(f"{path} is not a whole {PLAN} file: its header is no JSON ({error}).") from error
     figures = {entry.name: _is_required(entry) for entry in fields(Plan) if entry.name not in _PLAN_NOUNS}
-    parts = {"num_microbatches": True, "topology": True, "certificate": True, "rules": False}
+    parts = {"num_microbatches": True, "topology": True, "certificate": True, "rules": False} | dict.fromkeys(_MADE_BY, False)
     _check_entries(path, "its header", header, figures | parts | {"digest": True})
-    for name, noun in (("topology", Topology), ("certificate", Certificate), ("rules", PackingRules)):
-        wanted = {entry.name: _is_required(entry) for entry in fields(noun)}
-        _check_entries(path, name, header.setdefault(name, {}), wanted)
+    header.setdefault("rules", {})
+    nouns = {"topology": Topology, "certificate": Certificate, "rules": PackingRules} | dict.fromkeys(_MADE_BY, PlannedBy)
+    for name, noun in nouns.items():
+        if name in header:
+            _check_entries(path, name, header[name], {entry.name: _is_required(entry) for entry in fields(noun)})
     if not header["digest"]:
         raise TraceError(f"{path} has lost the digest of its plan: plan again.")
     return header

@@ -20,7 +20,6 @@ from routepack.solvers.rank_loads import rank_load
 
 WORST = 8
 """Sequences, and layers, that are named."""
-WAITS = ("waiting_attention", "waiting_experts", "waiting_groups")
 WORK = ("attention", "dense", "experts", "links")
 
 
@@ -39,8 +38,8 @@ def rates_of(plan: Plan) -> CostRates:
 def time_of(plan: Plan) -> dict[str, dict[str, float]]:
     """Where the predicted step goes, for ``baseline``, ``planned`` and ``bound``; each adds up to its value.
 
-    The work is the same in all three: what an even share of the window costs. The rest is waiting: for the rank with
-    most attention and dense work, for the fullest EP rank, and for other EP groups.
+    Work is what an even share of the window costs, equal in all three. The rest is waiting: for the rank with most attention
+    and dense work, for the fullest EP rank, and for other EP groups.
     """
     rates, lengths = rates_of(plan), plan.length_S.astype(np.float64)
     ranks = plan.topology.data_parallel_degree
@@ -66,7 +65,7 @@ def time_of(plan: Plan) -> dict[str, dict[str, float]]:
 def baseline_packing(plan: Plan, demand: RoutingDemand | None = None) -> Packing | None:
     """First-fit packing of the plan's window, under its cap and rules: the baseline it is compared with.
 
-    None where that cannot be told from the plan alone: it does not know which sequences are of which modality.
+    None where the plan alone does not determine it, because only the demand knows which modality each sequence has.
     """
     rules = {name: getattr(plan.rules, name) for name in ("min_microbatches", "microbatch_multiple")}
     problem = PackingProblem(
@@ -95,18 +94,18 @@ class Side:
     peak_over_mean_L: np.ndarray | None = None
     """float64: the fullest EP rank's rows over the mean rank's, summed over units; None without a trace."""
     worst_over_mean_L: np.ndarray | None = None
-    """float64: the same in the worst unit."""
+    """float64: the fullest EP rank's rows over the mean rank's in the worst unit; None without a trace."""
 
     @property
     def pairs(self) -> list[tuple[float, float]]:
-        """Both of each layer; none without a trace."""
+        """(summed, worst unit) of each layer; [] without a trace."""
         if self.peak_over_mean_L is None or self.worst_over_mean_L is None:
             return []
         return list(zip(self.peak_over_mean_L.tolist(), self.worst_over_mean_L.tolist(), strict=True))
 
 
 def side_of(plan: Plan, packing: Packing, placement: ExpertPlacement, demand: RoutingDemand | None) -> Side:
-    """One side of the comparison."""
+    """What the ranks do under *packing* and *placement*; without a demand, of attention and dense work alone."""
     rates, topology = rates_of(plan), plan.topology
     ranks, shared, experts_on = topology.data_parallel_degree, topology.model_parallel_degree, topology.expert_parallel_degree
     work_C = np.bincount(packing.cell_of_S, rates.cost_SI(plan.length_S).sum(axis=1), packing.num_cells)

@@ -1,15 +1,16 @@
-"""An inspection as tables for a terminal. Nothing here prints."""
+"""Plans, calibrations and inspections as tables for a terminal. Nothing here prints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from routepack.core.plans import Plan, Sync
+from routepack.cost.calibration import TERMS, Fit
 from routepack.report.topology_gains import Outlook, TopologyGain
 from routepack.report.trace_statistics import HOT_SHARE, SPLITS, GroupPopularity, LayerLoads, PromptResponse, RoutingInspection
 
@@ -22,10 +23,48 @@ MOST_PAIRS = 3
 MOST_ROOMY = 8
 """Columns of a table up to which they stand two spaces apart."""
 BARS = "▁▂▃▄▅▆▇█"
+PART_LABELS = {
+    "attention": "attention and dense",
+    "expert": "experts",
+    "communication": "links",
+    "waiting": "waiting for other groups",
+    "largest_unit": "slowest microbatch of a group",
+    "imbalance_mean": "EP-rank load, max/mean: mean",
+    "imbalance_p95": "  95th percentile",
+    "imbalance_max": "  worst",
+    "across_share": "rows to other nodes, share",
+    "inside_share": "rows inside nodes, share",
+}
+"""The entries of ``Plan.parts`` that a plan's table shows, in its order."""
+
+
+def plan_table(plan: Plan) -> Table:
+    """Baseline, plan and lower bound of the step and of each of its parts, side by side."""
+    table = _table("", "baseline", "planned", "lower bound", right=range(1, 4))
+    unit = "s" if plan.unit == "seconds" else "relative"
+    table.add_row(f"step, sync={plan.sync} ({unit})", *(f"{v:.4f}" for v in (plan.baseline_value, plan.value, plan.bound)))
+    for key, label in PART_LABELS.items():
+        parts = [plan.parts.get(f"{side}.{key}") for side in ("baseline", "planned", "bound")]
+        if any(parts):
+            table.add_row(f"  {label}", *("" if part is None else f"{part:.4f}" for part in parts))
+    table.add_row("microbatches", *map(str, (plan.baseline_microbatches, plan.num_microbatches, plan.certificate.lower_bound)))
+    return table
+
+
+def calibration_table(fits: Mapping[Sync, Fit]) -> Table:
+    """The fit for every ``sync``: its errors, its rates, and the share of a step that each rate accounts for."""
+    table = _table("", *(f"sync={sync}" for sync in fits), right=range(1, 1 + len(fits)))
+    table.add_row("held-out error, median", *(f"{fit.error:.2%}" for fit in fits.values()))
+    table.add_row("  90th percentile", *(f"{fit.error_p90:.2%}" for fit in fits.values()))
+    for term in TERMS:
+        label = f"seconds per {term.removesuffix('_seconds')}"
+        table.add_row(label, *(f"{getattr(fit.cost_model, term):.3e}" for fit in fits.values()))
+        table.add_row("  share of a step", *(f"{fit.shares[term]:.1%} ± {fit.uncertainty[term]:.1%}" for fit in fits.values()))
+    return table
 
 
 def inspection_text(found: RoutingInspection) -> Group:
-    """What the routing looks like."""
+    """An inspection: coverage, hottest experts, groups, and prompts beside responses."""
     parts = [_window(found), *_layers(found.layers)]
     parts += _groups(found.groups) if found.groups is not None else []
     parts += _prompt_response(found.prompt_response) if found.prompt_response is not None else []
@@ -73,7 +112,7 @@ def _window(found: RoutingInspection) -> Group:
     return Group(Text(_printable(found.source) or "(no source named)", style="bold"), *map(Text, lines))
 
 
-def _layers(loads: LayerLoads) -> list[Any]:
+def _layers(loads: LayerLoads) -> list[RenderableType]:
     table = _table(
         "layer", "hottest expert", "its rows", "x mean", f"hottest {HOT_SHARE:.0%}", "spread", "unused", right=range(7)
     )
@@ -95,7 +134,7 @@ def _layers(loads: LayerLoads) -> list[Any]:
     return [head, Text(profile), table, *([Text(f"... and {more} less uneven layers", style="dim")] if more else [])]
 
 
-def _groups(groups: GroupPopularity) -> list[Any]:
+def _groups(groups: GroupPopularity) -> list[RenderableType]:
     shown = len(groups.group_g[:FIRST_GROUPS])
     listed = "" if shown == groups.num_groups else f", the {shown} with most rows listed"
     head = _head(f"Popularity by {_printable(groups.field)}: {groups.num_groups:,} groups{listed}")
@@ -119,7 +158,7 @@ def _groups(groups: GroupPopularity) -> list[Any]:
     return [head, table, Text(note, style="dim")]
 
 
-def _prompt_response(found: PromptResponse) -> list[Any]:
+def _prompt_response(found: PromptResponse) -> list[RenderableType]:
     table = _table("correlation over experts, mean over layers", "mean", "10th pct", "median", "90th pct", right=range(1, 5))
     for label, values in (
         ("prompt and its own response", found.correlation_S),

@@ -4,7 +4,7 @@ import pytest
 from routepack import testing
 from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.plans import ExpertPlacement
-from routepack.report import figures
+from routepack.report import plan_page_figures as figures
 
 
 @pytest.fixture(scope="module")
