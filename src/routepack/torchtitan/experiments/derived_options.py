@@ -8,20 +8,16 @@ from omegaconf import DictConfig, OmegaConf
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 
-from routepack.components.move_policy import AlwaysMove
 from routepack.core.component import option_types
 from routepack.core.config import TARGET, locate
 from routepack.core.errors import ConfigError
 from routepack.cost.calibration import MeasuredCost
-from routepack.cost.links import FreeLinks
-from routepack.cost.models import WindowNormalizedCost, num_packed_groups
+from routepack.cost.models import num_packed_groups
+from routepack.planning.from_config import COMPONENTS
 from routepack.planning.planner import Planner
 from routepack.torchtitan.model.models import moe_layer_ids
 from routepack.torchtitan.trainer.memory import BYTES
 from routepack.torchtitan.trainer.settings import TrainerSettings
-
-DEFAULTS = {"cost_model": WindowNormalizedCost, "links": FreeLinks, "move_policy": AlwaysMove}
-"""What a section that names no ``_target_`` builds."""
 
 
 def derived_options(spec: ModelSpec, trainer: TrainerSettings) -> dict[str, dict[str, Any]]:
@@ -48,7 +44,7 @@ def with_derived_options(config: DictConfig, spec: ModelSpec, trainer: TrainerSe
         filled["sync"] = trainer.gather
     for section, options in derived_options(spec, trainer).items():
         path = OmegaConf.select(config, f"{section}.{TARGET}")
-        target = DEFAULTS[section] if path is None else locate(path, where=section)
+        target = COMPONENTS[section][1] if path is None else locate(path, where=section)
         for name in options.keys() & option_types(target).keys() if callable(target) else ():
             if OmegaConf.select(config, f"{section}.{name}") is None:
                 OmegaConf.update(filled, f"{section}.{name}", options[name])
@@ -62,8 +58,8 @@ def check_sync(planner: Planner, gather: str) -> None:
     """
     if planner.sync == gather or num_packed_groups(planner.topology) == 1 or isinstance(planner.cost_model, MeasuredCost):
         return
-    other = f"set trainer.gather={planner.sync}" if planner.sync in ("layer", "step") else "change trainer.gather"
+    other = f", or set trainer.gather={planner.sync}" if planner.sync in ("layer", "step") else ""
     raise ConfigError(
         f"sync={planner.sync} contradicts trainer.gather={gather}, which makes the ranks wait for each other once a {gather}: "
-        f"leave sync out, as it follows from trainer.gather, or {other}."
+        f"leave sync out, as it follows from trainer.gather{other}."
     )
