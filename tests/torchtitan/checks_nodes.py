@@ -17,7 +17,7 @@ from routepack.core.config import load
 from routepack.core.rollouts import RolloutBatch
 from routepack.torchtitan.launch.launch import experiment_of
 from routepack.torchtitan.model.models import TinyQwen3MoE, TrainedModel
-from routepack.torchtitan.recorded.recorded_run import TraceRun
+from routepack.torchtitan.recorded.recorded_run import RecordedRun
 from routepack.torchtitan.trainer.memory import estimate_memory
 from routepack.torchtitan.trainer.settings import TrainerSettings
 from routepack.torchtitan.trainer.trainer import RoutePackTrainer
@@ -30,7 +30,7 @@ from routepack.training.progress import WindowProgress
 def trains_on_traces(config: str, **changes: Any) -> dict[str, Any]:
     """A run over recorded windows: what it logs, and where it ends."""
     experiment = experiment_of(load([config], [f"{name}={value}" for name, value in changes.items()]))
-    run = TraceRun(experiment=experiment, progress=WindowProgress(enabled=False, log_folder=experiment.out / "tensorboard"))
+    run = RecordedRun(experiment=experiment, progress=WindowProgress(enabled=False, log_folder=experiment.out / "tensorboard"))
     summary = run.run()
     run.trainer.close()
     state = run.trainer.logical_state_dict()

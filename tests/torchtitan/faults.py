@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from routepack.components.expert_rerouter import ExpertRerouter
 from routepack.distributed import collectives
-from routepack.torchtitan.checkpoints import logical_order
-from routepack.training import folders
+from routepack.training import folders, logical_order
 from routepack.training.tasks import CountingTask
 
 PLACES = {
@@ -41,5 +40,4 @@ class FaultyTask(CountingTask):
     """The same task, in a process that will not live long."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         install(*os.environ["ROUTEPACK_FAULT"].split(":"))

@@ -8,7 +8,8 @@ from routepack.components.packer import FirstFitPacker
 from routepack.components.rerouter import IdentityRerouter
 from routepack.core.config import load
 from routepack.core.errors import ConfigError
-from routepack.torchtitan.rl.rl_config import WarmupSettings, build_experiment
+from routepack.planning.from_config import build_planner
+from routepack.torchtitan.rl.rl_experiment import WarmupSettings, build_experiment
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -64,10 +65,10 @@ def test_demonstrations_must_fit_a_microbatch_too():
         ("rl.num_steps=-1", "rl.num_steps=-1 must be a whole number of at least 0"),
         ("rl.minibatches_per_window=2", "rl.minibatches_per_window=2 does not divide packer.microbatch_multiple=1"),
         ("rl.async_level=2", "rl.async_level=2 must be at most 1"),
-        ("rl.plan_ready_seconds=0", "rl.plan_ready_seconds=0.0 must lie between 0.01 and 86400"),
-        ("rl.learning_rate=-1", "rl.learning_rate=-1.0 must lie between 0 and inf"),
+        ("rl.plan_ready_seconds=0", "rl.plan_ready_seconds=0 must lie between 0.01 and 86400"),
+        ("rl.learning_rate=-1", "rl.learning_rate=-1 must lie between 0 and inf"),
         ("collector={num_experts: 4}", "collector.num_experts=4 is not the model's 16"),
-        ("launch.port=70000", "launch.port=70000 is no TCP port"),
+        ("launch.port=70000", "launch.port=70000 must be at most 65535"),
         ("sync=sometimes", "sync='sometimes' is unknown"),
         ("out=null", "out is not set"),
     ],
@@ -88,3 +89,50 @@ def test_the_warmup_rate_rises_then_falls():
     assert rates.index(max(rates)) == 4
     assert rates[0] < 0.25
     assert rates[-1] == pytest.approx(0.1, abs=0.03)
+
+
+@pytest.mark.parametrize("gather", ["layer", "step"])
+def test_plans_are_made_for_what_the_trainer_makes_ranks_wait_for(gather):
+    assert built(f"trainer.gather={gather}").planner.sync == gather
+
+
+@pytest.mark.parametrize("sync", ["step", "microbatch"])
+def test_a_sync_that_contradicts_the_trainer_is_refused_by_both_names(sync):
+    with pytest.raises(ConfigError, match=rf"sync={sync} contradicts trainer.gather=layer, .* leave sync out"):
+        built("trainer.gather=layer", f"sync={sync}")
+
+
+def test_with_one_ep_group_any_sync_is_the_trainers():
+    assert built("sync=microbatch", "topology.expert_parallel_degree=4").planner.sync == "microbatch"
+
+
+def test_a_measured_cost_model_may_bring_the_sync_that_predicted_best():
+    measured = "{_target_: routepack.MeasuredCost, expert_seconds: 1.0e-6, token_seconds: 1.0e-6, pair_seconds: 1.0e-9}"
+    assert built("sync=layer", f"cost_model={measured}").planner.sync == "layer"
+
+
+def test_links_moves_and_costs_follow_from_model_and_trainer():
+    model = {"vocab_size": 239, "dim": 64, "moe_hidden_dim": 32}
+    sections = [
+        *(f"model.{name}={value}" for name, value in model.items()),
+        "links={_target_: routepack.LinkSpeeds, inside_bytes_per_second: 1.0e+9, across_bytes_per_second: 1.0e+9}",
+        "move_policy={_target_: routepack.MoveIfItPays, inside_bytes_per_second: 1.0e+9}",
+        "cost_model={_target_: routepack.CostModel.for_model, name: qwen3_30b_a3b}",
+    ]
+    planner = built(*sections).planner
+    assert (planner.links.bytes_per_row, planner.cost_model.recompute) == (64 * 2 * 4, False)
+    assert (planner.move_policy.parameters_per_expert, planner.move_policy.bytes_per_parameter) == (3 * 64 * 32, 12)
+    planner = built(*sections, "trainer.activation_checkpoint=full", "trainer.storage_dtype=bfloat16").planner
+    assert (planner.links.bytes_per_row, planner.cost_model.recompute) == (64 * 2 * 6, True)
+    assert planner.move_policy.bytes_per_parameter == 6
+
+
+def test_what_is_given_is_not_derived_and_an_own_policy_needs_no_section():
+    assert built("move_policy.parameters_per_expert=5").planner.move_policy.parameters_per_expert == 5
+    assert built().planner.move_policy.parameters_per_expert == 3 * 64 * 64
+
+
+def test_without_a_model_section_a_width_must_be_given():
+    config = load([CONFIGS / "plan.yaml"], ["links={_target_: routepack.LinkSpeeds, inside_bytes_per_second: 1.0e+9}"])
+    with pytest.raises(ConfigError, match=r"links.dim is not set, and LinkSpeeds needs it"):
+        build_planner(config)

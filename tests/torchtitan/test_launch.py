@@ -18,9 +18,11 @@ from routepack.components.routing_demand_collector import RoutingDemandCollector
 from routepack.core.errors import ConfigError
 from routepack.planning.plan_files import load_plan
 from routepack.planning.verification import verify
-from routepack.torchtitan.launch import launch
+from routepack.torchtitan.launch import launch, ranks
 from routepack.traces.trace_files import load_trace
 
+# torch leaves the files of a rank that ended by itself to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 ROOT = Path(__file__).parents[2]
 TINY_RL = str(ROOT / "configs/tiny_rl.yaml")
 SMALL = [
@@ -148,11 +150,11 @@ def test_a_port_in_use_is_refused_by_name():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"launch.port={port} cannot be used \(.*in use.*\): choose another"):
-            launch.rendezvous_port(port)
+            ranks.rendezvous_port(port)
 
 
 def test_port_zero_finds_a_free_one():
-    assert 1024 <= launch.rendezvous_port(0) <= 65_535
+    assert 1024 <= ranks.rendezvous_port(0) <= 65_535
 
 
 def test_a_launcher_with_too_few_ranks_is_refused(monkeypatch):
@@ -162,66 +164,129 @@ def test_a_launcher_with_too_few_ranks_is_refused(monkeypatch):
         launch.check_world_size(experiment)
 
 
-def ranks_that(tmp_path, *programs):
-    logs = [tmp_path / f"rank{rank}.log" for rank in range(len(programs))]
-    ranks = []
-    for program, log in zip(programs, logs, strict=True):
-        with log.open("wb") as errors:
-            ranks.append(subprocess.Popen([sys.executable, "-S", "-c", program], stderr=errors))
-    return ranks, logs
+def ranks_that(folder, *programs):
+    """Ranks that run a program each, without RoutePack."""
+    choose = "import os, sys; exec(sys.argv[1 + int(os.environ['RANK'])])"
+    return launched(["-S", "-c", choose, *programs], folder, len(programs))
+
+
+def launched(arguments, folder, num_ranks):
+    files = ranks.RankFiles(folder)
+    environments = [{"RANK": str(rank)} for rank in range(num_ranks)]
+    return ranks.start(arguments, environments, files), files
+
+
+def reported(folder, *programs):
+    started, files = ranks_that(folder, *programs)
+    return ranks.report(ranks.wait_for(started), files)
+
+
+def leaves(message, *, second_hand=False):
+    """A program that writes to its log, leaves an error of RoutePack's in its file, and fails."""
+    error = {"message": message, "kind": "PlanError", "second_hand": second_hand, "extraInfo": {"timestamp": "1"}}
+    content = json.dumps({"message": error})
+    return f"open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write({content!r}); sys.stderr.write('noise'); sys.exit(1)"
 
 
 SLEEPS = "import time; time.sleep(60)"
-SAYS = "import sys; sys.stderr.write('noise\\nroutepack: the cause.\\n'); sys.exit(1)"
-CRASHES = "import sys; sys.stderr.write('Traceback of a lost peer\\n'); sys.exit(70)"
+CAUSE = leaves("the cause.")
+CRASHES = "sys.stderr.write('Traceback of a lost peer\\n'); sys.exit(70)"
 
 
-def test_ranks_that_end_well_give_zero(tmp_path):
-    assert launch.wait_for(*ranks_that(tmp_path, "", "")) == 0
+def test_ranks_that_end_well_give_no_failure(tmp_path):
+    started, _ = ranks_that(tmp_path, "", "")
+    assert ranks.wait_for(started) == {}
 
 
-def test_one_failed_rank_ends_the_wait_and_its_message_alone_is_shown(tmp_path, capsys):
-    ranks, logs = ranks_that(tmp_path, CRASHES, SAYS, SLEEPS)
-    try:
-        assert launch.wait_for(ranks, logs) == 1
-    finally:
-        launch.end(ranks)
+def test_run_ranks_gives_zero_where_all_end_well_and_the_code_of_one_that_does_not(tmp_path, capsys):
+    assert ranks.run_ranks(["-S", "-c", ""], [{}, {}], tmp_path) == 0
+    assert ranks.run_ranks(["-S", "-c", "import sys; sys.exit(7)"], [{}, {}], tmp_path) == 7
+    assert "rank 0 ended with code 7" in capsys.readouterr().err
+
+
+def test_one_failed_rank_ends_the_wait_and_its_message_alone_is_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ranks, "SETTLE_SECONDS", 0.5)
+    started, files = ranks_that(tmp_path, CRASHES, CAUSE, SLEEPS)
+    assert ranks.report(ranks.wait_for(started), files) == 1
     assert capsys.readouterr().err == "routepack: the cause.\n"
-    assert ranks[2].returncode == -signal.SIGTERM
+    assert started.wait(timeout=0).failures[2].exitcode == -signal.SIGTERM
 
 
 def test_the_rank_with_the_cause_is_shown_before_one_that_only_heard_of_it(tmp_path, capsys):
-    heard = SAYS.replace("the cause", "another rank could not use its plan")
-    assert launch.wait_for(*ranks_that(tmp_path, heard, SAYS)) == 1
+    heard = leaves("another rank could not use its plan.", second_hand=True)
+    assert reported(tmp_path, heard, CAUSE) == 1
     assert capsys.readouterr().err == "routepack: the cause.\n"
 
 
+def test_a_rank_that_only_heard_of_a_cause_is_shown_where_nobody_knows_more(tmp_path, capsys):
+    assert reported(tmp_path, leaves("another rank could not use its plan.", second_hand=True), CRASHES) == 1
+    assert capsys.readouterr().err == "routepack: another rank could not use its plan.\n"
+
+
+def test_what_a_log_says_decides_nothing(tmp_path, capsys):
+    quotes = "sys.stderr.write('routepack: what another program said.\\n'); sys.exit(70)"
+    assert reported(tmp_path, quotes) == 70
+    assert capsys.readouterr().err.endswith(f"routepack: rank 0 ended with code 70; its log is {tmp_path}/rank0.log.\n")
+
+
+def test_an_error_of_an_earlier_run_is_not_told_again(tmp_path, capsys):
+    assert reported(tmp_path, CAUSE) == 1
+    assert reported(tmp_path, CRASHES) == 70
+    assert capsys.readouterr().err.count("the cause") == 1
+
+
+KILLED = "os.kill(os.getpid(), 9)"
+
+
 def test_a_killed_rank_is_named_with_its_signal(tmp_path, capsys):
-    ranks, logs = ranks_that(tmp_path, CRASHES, SLEEPS)
-    ranks[1].kill()
-    assert launch.wait_for(ranks, logs) == 128 + signal.SIGKILL
-    assert f"rank 1 was ended by SIGKILL; its log is {logs[1]}" in capsys.readouterr().err
+    assert reported(tmp_path, CRASHES, KILLED) == 128 + signal.SIGKILL
+    assert f"rank 1 was ended by SIGKILL; its log is {tmp_path}/rank1.log" in capsys.readouterr().err
 
 
 def test_what_the_others_were_at_is_told_beside_the_rank_that_was_killed(tmp_path, capsys):
-    heard = SAYS.replace("the cause", "rank 0 lost another rank while experts moved")
-    ranks, logs = ranks_that(tmp_path, heard, SLEEPS)
-    ranks[1].kill()
-    assert launch.wait_for(ranks, logs) == 128 + signal.SIGKILL
+    heard = leaves("rank 0 lost another rank while experts moved.", second_hand=True)
+    assert reported(tmp_path, heard, KILLED) == 128 + signal.SIGKILL
     first, *_, last = capsys.readouterr().err.splitlines()
     assert first == "routepack: rank 0 lost another rank while experts moved."
-    assert last == f"routepack: rank 1 was ended by SIGKILL; its log is {logs[1]}."
+    assert last == f"routepack: rank 1 was ended by SIGKILL; its log is {tmp_path}/rank1.log."
 
 
 def test_a_rank_that_ignores_the_request_to_end_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.5)
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
-    rank = subprocess.Popen([sys.executable, "-S", "-c", deaf], stdout=subprocess.PIPE)
-    assert rank.stdout is not None
-    rank.stdout.readline()
-    launch.end([rank])
-    rank.stdout.close()
-    assert rank.returncode == -signal.SIGKILL
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(ranks, "SETTLE_SECONDS", 0.0)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('ready', 'w'); time.sleep(60)"
+    waits = "import time\nwhile not os.path.exists('ready'): time.sleep(0.05)\nsys.exit(1)"
+    monkeypatch.chdir(tmp_path)
+    started, _ = ranks_that(tmp_path, deaf, waits)
+    assert list(ranks.wait_for(started)) == [1]
+    assert started.wait(timeout=0).failures[0].exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        ("ConfigError('a limit')", ("ConfigError", "a limit", False)),
+        ("RankLostError('gone')", ("RankLostError", "gone", True)),
+        ("heard(PlanError('another rank'))", ("PlanError", "another rank", True)),
+        ("ZeroDivisionError('a bug')", ("ZeroDivisionError", "a bug", None)),
+    ],
+)
+def test_a_rank_leaves_its_error_in_the_file_that_the_launcher_names(tmp_path, raised, said):
+    program = f"""
+from torch.distributed.elastic.multiprocessing.errors import record
+from routepack.core.errors import *
+from routepack.core.errors import heard
+from routepack.torchtitan.launch.error_files import ErrorFiles
+def fail():
+    raise {raised}
+record(fail, ErrorFiles())()
+"""
+    path = tmp_path / "error.json"
+    told = environment() | {"TORCHELASTIC_ERROR_FILE": str(path)}
+    subprocess.run([sys.executable, "-c", program], env=told, capture_output=True, check=False)
+    error = json.loads(path.read_text())["message"]
+    assert (error["kind"], error["message"], error["second_hand"]) == said
+    assert int(error["extraInfo"]["timestamp"]) > 0
 
 
 def children_of(pid):
@@ -247,33 +312,33 @@ def is_gone(pid):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_all_ranks(tmp_path):
-    process, ranks = started(tmp_path / "results", *SMALL, "rl.num_steps=1000")
+    process, pids = started(tmp_path / "results", *SMALL, "rl.num_steps=1000")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, "routepack: interrupted; ending all ranks.\n")
-    assert len(ranks) == 2
-    assert all(map(is_gone, ranks))
+    assert len(pids) == 2
+    assert all(map(is_gone, pids))
 
 
 @pytest.mark.slow
 def test_ranks_end_with_a_launcher_that_was_killed_and_leave_nothing_half_written(tmp_path):
-    process, ranks = started(tmp_path / "results", *SMALL, "rl.num_steps=1000")
+    process, pids = started(tmp_path / "results", *SMALL, "rl.num_steps=1000")
     process.kill()
     process.communicate(timeout=30)
-    assert len(ranks) == 2
-    assert all(map(is_gone, ranks))
+    assert len(pids) == 2
+    assert all(map(is_gone, pids))
     assert "is gone; this rank ends" in (tmp_path / "results/logs/rank1.log").read_text()
     assert not list((tmp_path / "results").rglob("*.tmp"))
 
 
 @pytest.mark.slow
 def test_a_rank_killed_while_training_ends_the_others_with_its_signal(tmp_path):
-    process, ranks = started(tmp_path / "results", *SMALL, "rl.num_steps=1000")
-    os.kill(ranks[1], signal.SIGKILL)
+    process, pids = started(tmp_path / "results", *SMALL, "rl.num_steps=1000")
+    os.kill(pids[1], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
     assert "rank 1 was ended by SIGKILL" in err
-    assert all(map(is_gone, ranks))
+    assert all(map(is_gone, pids))
 
 
 @pytest.mark.slow

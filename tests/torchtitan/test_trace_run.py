@@ -14,7 +14,7 @@ from routepack.core.errors import ConfigError, TraceError
 from routepack.torchtitan.launch.launch import check_devices, experiment_of, torchrun
 from routepack.torchtitan.model import cpu_device
 from routepack.torchtitan.model.models import TinyQwen3MoE
-from routepack.torchtitan.recorded.recorded_config import UpdateSettings, load_training_window
+from routepack.torchtitan.recorded.recorded_windows import UpdateSettings, load_training_window
 from routepack.traces.trace_files import load_trace, save_trace
 from routepack.training.losses import CrossEntropyTokenLoss, GRPOTokenLoss
 

@@ -8,7 +8,7 @@ import windows
 
 from routepack.core.errors import TraceError
 from routepack.torchtitan.model.models import TinyQwen3MoE
-from routepack.torchtitan.recorded.recorded_config import UpdateSettings, load_training_window
+from routepack.torchtitan.recorded.recorded_windows import UpdateSettings, load_training_window
 from routepack.torchtitan.trainer.trainable_tokens import TokenCheck
 from routepack.traces.trace_files import save_trace
 from routepack.training.losses import GRPOTokenLoss

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routepack.torchtitan.rl.rl_windows import demonstration_window, even_demand, graded_window, group_advantages
+from routepack.torchtitan.rl.rollout_windows import demonstration_window, even_demand, graded_window, group_advantages
 from routepack.training.rollout import Rollout
 from routepack.training.tasks import CountingTask
 

@@ -121,8 +121,8 @@ class CostModel(Component):
         """The rates for this window on this topology."""
 
     @staticmethod
-    def for_model(name: str, *, device: str = "h200") -> FlopsCost:
-        """A :class:`FlopsCost` for a known model on a known device.
+    def for_model(name: str, *, device: str = "h200", recompute: bool = False) -> FlopsCost:
+        """A :class:`FlopsCost` for a known model on a known device; *recompute*: as FlopsCost's.
 
         Raises ConfigError naming the known ones. Rates are counted, not measured: only their ratios are
         worth much until :class:`FlopsCost` is given efficiencies measured on the device.
@@ -131,7 +131,7 @@ class CostModel(Component):
             raise ConfigError(f"model {name!r} is not known: choose {', '.join(MODELS)}, or give FlopsCost its dimensions.")
         if device not in DEVICE_PEAK_FLOPS:
             raise ConfigError(f"device {device!r} is not known: choose {', '.join(DEVICE_PEAK_FLOPS)}, or set peak_flops.")
-        return FlopsCost(**MODELS[name], peak_flops=DEVICE_PEAK_FLOPS[device])
+        return FlopsCost(**MODELS[name], peak_flops=DEVICE_PEAK_FLOPS[device], recompute=recompute)
 
     def as_dict(self) -> dict[str, Any]:
         """The class and its options, as a plan keeps them."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from routepack.core.arrays import digest_of
-from routepack.core.errors import PlanError, RankLostError, RoutePackError
+from routepack.core.errors import PlanError, RankLostError, RoutePackError, heard
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ def from_rank(source: int, make: Callable[[], T], what: str) -> T:
     if error is not None:
         raise error
     if said:
-        raise PlanError(f"rank {source} could not make the {what}: {said}")
+        raise heard(PlanError(f"rank {source} could not make the {what}: {said}"))
     return cast(T, value)
 
 
@@ -140,7 +140,7 @@ def agree(
     if error is not None:
         raise error
     if highest[0]:
-        raise PlanError(f"another rank could not use its {what}: see its error. Nothing was moved.")
+        raise heard(PlanError(f"another rank could not use its {what}: see its error. Nothing was moved."))
     if not torch.equal(lowest, highest):
         raise PlanError(f"rank {this_rank()} holds {what} {digest[:12]}, another rank holds a different one: {remedy}.")
 

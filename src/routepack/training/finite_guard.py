@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,14 @@ def local_norm(model: nn.Module) -> Tensor:
     return torch.nn.utils.get_total_norm(local).float()
 
 
+class CountsSteps(Protocol):
+    """A trainer, for all that :func:`counted` needs of it."""
+
+    step: int
+
+
 @contextmanager
-def counted(trainer: Any) -> Iterator[None]:
+def counted(trainer: CountsSteps) -> Iterator[None]:
     """Count a step of *trainer*, unless it is not made."""
     trainer.step += 1
     try:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from routepack.core.checks import real
-from routepack.core.errors import ConfigError
+from routepack.core.component import Component, Limits, NotNegative
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenLoss(ABC):
+class TokenLoss(Component):
     """A loss of each token alone, so that packing and placement cannot change its sum.
 
     Tokens that are not trained are passed too, with a log-probability and fields of zero, and must give finite values.
     """
 
+    section: ClassVar[str] = "loss"
     needs: ClassVar[tuple[str, ...]] = ()
     """The token fields that it reads."""
 
@@ -63,15 +63,10 @@ class GRPOTokenLoss(TokenLoss):
 
     needs: ClassVar[tuple[str, ...]] = ("logprobs_old", "advantages")
 
-    clip_low: float = 0.2
-    """The ratio of new to old probability is clipped below 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_low: Annotated[float, Limits(least=0.0, most=1.0 - 1e-12)] = 0.2
+    """The ratio of new to old probability is clipped below 1 - clip_low, which is above 0."""
+    clip_high: NotNegative = 0.2
     """The ratio of new to old probability is clipped above 1 + clip_high."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.clip_low < 1.0:
-            raise ConfigError(f"loss.clip_low={self.clip_low} must lie in [0, 1): a ratio of probabilities is positive.")
-        real("loss.clip_high", self.clip_high, least=0.0)
 
     def __call__(self, logprobs: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
         """float32 [n]: ``-min(ratio * advantage, clipped ratio * advantage)``."""

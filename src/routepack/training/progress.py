@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,40 +14,26 @@ from routepack.core.plans import Plan
 
 WARMUP_LINES = 8
 """Lines that the warm-up gets."""
-COLUMNS = (
-    ("step", 5),
-    ("reward", 6),
-    ("loss", 8),
-    ("tok/s", 6),
-    ("microbatches", 12),
-    ("imbalance", 14),
-    ("predicted step", 14),
-    ("moved", 5),
-    ("plan", 7),
-    ("exposed", 7),
-    ("time", 6),
-)
-"""Title and width of each column of an RL step."""
-
-
-WINDOW_COLUMNS = (
-    ("window", 6),
-    ("loss", 8),
-    ("tok/s", 6),
-    ("microbatches", 12),
-    ("imbalance", 14),
-    ("predicted step", 16),
-    ("moved", 5),
-    ("plan", 8),
-    ("exposed", 8),
-    ("time", 8),
-)
-"""Title and width of each column of a recorded window."""
+WIDTHS = {
+    "step": 5,
+    "window": 6,
+    "reward": 6,
+    "loss": 8,
+    "tok/s": 6,
+    "microbatches": 12,
+    "imbalance": 14,
+    "predicted step": 16,
+    "moved": 5,
+    "plan": 8,
+    "exposed": 8,
+    "time": 8,
+}
+"""Title and width of every column."""
 
 
 @dataclass(kw_only=True)
 class Display:
-    """Lines, a bar on a terminal, and scalars. On every rank but 0 it does nothing."""
+    """Lines, a bar on a terminal, and scalars. On every rank but 0 it shows and writes nothing."""
 
     enabled: bool
     log_folder: Path
@@ -62,6 +47,8 @@ class Display:
             self._bar.stop()
 
     def _open(self, description: str, total: int, *, resumed: int) -> None:
+        if not self.enabled:
+            return
         from torch.utils.tensorboard import SummaryWriter
 
         # Scalars of an earlier run into the same folder are purged, unless this one goes on with it: one run, one curve.
@@ -80,15 +67,24 @@ class Display:
             self._task = self._bar.add_task(description, total=total)
 
     def _line(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        if self.enabled:
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def _advance(self) -> None:
+    def _write(self, phase: str, step: int, figures: Mapping[str, float]) -> None:
+        """Write a step's scalars, and move the bar on."""
+        if not self.enabled:
+            return
+        for name, value in figures.items():
+            self._scalars.add_scalar(f"{phase}/{name}", value, step)
         if self._bar is not None:
             self._bar.advance(self._task)
 
-    def _write(self, phase: str, step: int, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
-            self._scalars.add_scalar(f"{phase}/{name}", value, step)
+    def _finish(self, *lines: str) -> None:
+        self.close()
+        if self.enabled:
+            self._scalars.close()
+        for line in lines:
+            self._line(line)
 
 
 @dataclass(kw_only=True)
@@ -100,8 +96,6 @@ class Progress(Display):
     def start(self, warmup_steps: int, rl_steps: int, *, resumed: int = 0) -> None:
         """Before the first step, of a run of which *resumed* steps were trained before."""
         self._warmup_steps, self._rl_steps = warmup_steps, rl_steps
-        if not self.enabled:
-            return
         self._open("warm-up", warmup_steps, resumed=resumed)
         if resumed:
             self._line(f"Resumed from a checkpoint: {resumed} of {warmup_steps} + {rl_steps} steps are done.")
@@ -110,37 +104,25 @@ class Progress(Display):
 
     def warmup_step(self, step: int, figures: Mapping[str, float]) -> None:
         """After each supervised step."""
-        if not self.enabled:
-            return
-        self._write("warmup", step, figures)
         every = max(1, self._warmup_steps // WARMUP_LINES)
         if (step + 1) % every == 0 or step + 1 == self._warmup_steps:
             self._line(f"{step + 1:>5} loss {figures['loss']:.3f}  {figures['seconds']:.2f} s")
-        self._advance()
+        self._write("warmup", step, figures)
 
     def rl_step(self, step: int, figures: Mapping[str, float], plan: Plan) -> None:
         """After each RL step."""
-        if not self.enabled:
-            return
-        self._write("rl", step, figures)
         if not self._reinforcing:
             self._reinforcing = True
             self._line("\nReinforcement learning (GRPO) on sampled rollouts; baseline -> planned beside each other:")
-            self._line(_columns([title for title, _ in COLUMNS], COLUMNS))
+            self._line(_columns({title: title for title in WIDTHS if title != "window"}))
             if self._bar is not None:
                 self._bar.reset(self._task, description="GRPO", total=self._rl_steps)
-        self._line(rl_line(step, figures, plan))
-        self._advance()
+        self._line(_columns({"step": f"{step + 1}", "reward": f"{figures['reward']:.3f}", **step_cells(figures, plan)}))
+        self._write("rl", step, figures)
 
-    def finish(self, summary: Mapping[str, Any], out: Path, plan: Plan | None) -> None:
+    def finish(self, summary: Mapping[str, float], out: Path, plan: Plan | None) -> None:
         """After the last step: the summary, and how to look at what was written."""
-        if not self.enabled:
-            return
-        self.close()
-        self._scalars.close()
-        if plan is not None:
-            self._line(summary_text(summary))
-            self._line(look_text(out, plan))
+        self._finish(*([] if plan is None else [summary_text(summary), look_text(out, plan)]))
 
 
 @dataclass(kw_only=True)
@@ -149,37 +131,21 @@ class WindowProgress(Display):
 
     def start(self, num_windows: int, *, resumed: int = 0) -> None:
         """Before the first window, of a run of which *resumed* were trained before."""
-        if not self.enabled:
-            return
         self._open("windows", num_windows, resumed=resumed)
         if resumed:
             self._line(f"Resumed from a checkpoint: {resumed} of {num_windows} windows are done.")
         if resumed < num_windows:
             self._line("Training on recorded windows; baseline -> planned beside each other:")
-            self._line(_columns([title for title, _ in WINDOW_COLUMNS], WINDOW_COLUMNS))
+            self._line(_columns({title: title for title in WIDTHS if title not in ("step", "reward")}))
 
     def window_step(self, number: int, figures: Mapping[str, float], plan: Plan) -> None:
         """After each window."""
-        if not self.enabled:
-            return
+        self._line(_columns({"window": f"{number + 1}", **step_cells(figures, plan)}))
         self._write("windows", number, figures)
-        cells = {"window": f"{number + 1}", **step_cells(figures, plan)}
-        self._line(_columns([cells[title] for title, _ in WINDOW_COLUMNS], WINDOW_COLUMNS))
-        self._advance()
 
     def finish(self, out: Path) -> None:
         """After the last window."""
-        if not self.enabled:
-            return
-        self.close()
-        self._scalars.close()
-        self._line(f"\nEvery window's figures: {out / 'summary.json'}. Curves: tensorboard --logdir {self.log_folder}")
-
-
-def rl_line(step: int, figures: Mapping[str, float], plan: Plan) -> str:
-    """One line of an RL step, under COLUMNS."""
-    cells = {"step": f"{step + 1}", "reward": f"{figures['reward']:.3f}", **step_cells(figures, plan)}
-    return _columns([cells[title] for title, _ in COLUMNS], COLUMNS)
+        self._finish(f"\nEvery window's figures: {out / 'summary.json'}. Curves: tensorboard --logdir {self.log_folder}")
 
 
 def step_cells(figures: Mapping[str, float], plan: Plan) -> dict[str, str]:
@@ -198,7 +164,7 @@ def step_cells(figures: Mapping[str, float], plan: Plan) -> dict[str, str]:
     }
 
 
-def summary_text(summary: Mapping[str, Any]) -> str:
+def summary_text(summary: Mapping[str, float]) -> str:
     """What the run came to."""
     s = summary
     gain = s["baseline_value"] / s["value"] - 1.0
@@ -211,10 +177,7 @@ def summary_text(summary: Mapping[str, Any]) -> str:
         ("", f"the baseline takes {gain:.1%} longer; the plan lies {s['value_over_bound'] - 1:.2%} above the bound"),
         ("Per step", f"{s['seconds_per_step']:.2f} s, {s['tokens_per_second']:.0f} tokens/s"),
         ("", f"{s['experts_moved_per_step']:.0f} experts moved"),
-        (
-            "Planning",
-            f"{s['background_ms']:.0f} ms in the background, {s['exposed_ms']:.0f} ms exposed (medians)",
-        ),
+        ("Planning", f"{s['background_ms']:.0f} ms in the background, {s['exposed_ms']:.0f} ms exposed (medians)"),
     ]
     if s["off_policy_steps"]:
         rows.append(("Off-policy", f"windows were sampled up to {s['off_policy_steps']} step before the weights they trained"))
@@ -238,5 +201,5 @@ Look at it (trace and plan are the last step's; {out / "summary.json"} has every
   tensorboard --logdir {out / "tensorboard"}"""
 
 
-def _columns(cells: Sequence[str], columns: Sequence[tuple[str, int]]) -> str:
-    return " ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, columns, strict=True))
+def _columns(cells: Mapping[str, str]) -> str:
+    return " ".join(f"{cell:>{WIDTHS[title]}}" for title, cell in cells.items())

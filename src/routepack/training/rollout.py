@@ -1,10 +1,12 @@
-"""What sampling gives for one sequence. Letters: :mod:`routepack.core`."""
+"""What sampling gives for one sequence, and how every rank gets what every rank sampled. Letters: :mod:`routepack.core`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+
+from routepack.distributed.collectives import from_all
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,3 +25,9 @@ class Rollout:
     def response(self) -> np.ndarray:
         """int64: the sampled tokens."""
         return self.token_ids[self.num_prompt_tokens :]
+
+
+def gather_rollouts(rollouts: list[Rollout], sequences: np.ndarray) -> list[Rollout]:
+    """The rollouts of all ranks, on every rank, ordered by their numbers *sequences*, int64 [S of this rank]. Collective."""
+    numbered = [pair for own in from_all((sequences.tolist(), rollouts), "rollouts") for pair in zip(*own, strict=True)]
+    return [rollout for _, rollout in sorted(numbered, key=lambda pair: pair[0])]

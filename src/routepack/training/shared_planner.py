@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +52,7 @@ class SharedPlanner:
         self._background.finish(previous, order_S=order_S.tolist())
 
     def submit(self, window: RolloutBatch, previous: ExpertPlacement) -> None:
-        """The same for a window that is whole already."""
+        """Plan a window that is whole already. *previous*: where its experts will be until then."""
         if self._plans:
             self._background.submit(window, previous)
 
@@ -75,5 +74,5 @@ class SharedPlanner:
     def __enter__(self) -> SharedPlanner:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

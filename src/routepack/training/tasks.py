@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
+from routepack.core.component import Component, Count, Share
 from routepack.core.errors import ConfigError
 
 
@@ -32,9 +34,10 @@ class Grade:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task(ABC):
+class Task(Component):
     """A source of prompts that grades what comes back. Token 0 ends a response."""
 
+    section: ClassVar[str] = "task"
     end_token_id = 0
 
     @property
@@ -54,7 +57,7 @@ class Task(ABC):
 
     @abstractmethod
     def prompts(self, num_prompts: int, *, seed: Sequence[int]) -> list[Prompt]:
-        """Draw prompts; the same for the same *seed*."""
+        """Draw prompts; one *seed* always gives the same ones."""
 
     @abstractmethod
     def demonstration(self, prompt: Prompt, rng: np.random.Generator) -> np.ndarray:
@@ -73,7 +76,7 @@ class CountingTask(Task):
     sequences are very unequal and experts specialise. Part of the reward is the share of the answer, end token included,
     that is right before the first mistake; the rest needs the whole answer, so that stopping in time pays in long counts too.
 
-    >>> task = CountingTask(alphabet_sizes=[5], max_answer_symbols=5)
+    >>> task = CountingTask(alphabet_sizes=(5,), max_answer_symbols=5)
     >>> prompt = Prompt(token_ids=np.asarray([1, 4, 6, 2]), answer=np.asarray([4, 5, 6, 0]))
     >>> task.grade(prompt, np.asarray([4, 5, 7, 0]))
     Grade(reward=0.25, num_judged=3)
@@ -86,27 +89,22 @@ class CountingTask(Task):
     FIRST_SYMBOL = 3
     MAX_STUTTERS = 8
 
-    alphabet_sizes: list[int]
+    alphabet_sizes: tuple[Count, ...]
     """Symbols of each alphabet."""
-    max_answer_symbols: int = 96
+    max_answer_symbols: Count = 96
     """The longest count."""
-    exact_share: float = 0.5
+    exact_share: Share = 0.5
     """The part of the reward that only the whole answer earns."""
-    stutter_probability: float = 0.08
+    stutter_probability: Share = 0.08
     """Demonstrations are careless: they say a symbol twice with this probability, but at most ``MAX_STUTTERS`` times."""
 
-    def __post_init__(self) -> None:
-        if not self.alphabet_sizes or min(self.alphabet_sizes) < 1:
-            raise ConfigError(f"task.alphabet_sizes={list(self.alphabet_sizes)} must name at least one size of at least 1.")
-        if not 1 <= self.max_answer_symbols <= max(self.alphabet_sizes):
+    def check_options(self) -> None:
+        """Raise ConfigError where no alphabet is large enough for the longest count."""
+        if self.max_answer_symbols > max(self.alphabet_sizes, default=0):
             raise ConfigError(
-                f"task.max_answer_symbols={self.max_answer_symbols} must lie between 1 and the largest alphabet, "
-                f"{max(self.alphabet_sizes)} symbols."
+                f"task.max_answer_symbols={self.max_answer_symbols} is more than the largest of "
+                f"task.alphabet_sizes={list(self.alphabet_sizes)}: lower it, or give a larger alphabet."
             )
-        if not 0.0 <= self.exact_share <= 1.0:
-            raise ConfigError(f"task.exact_share={self.exact_share} must lie between 0 and 1.")
-        if not 0.0 <= self.stutter_probability <= 1.0:
-            raise ConfigError(f"task.stutter_probability={self.stutter_probability} must lie between 0 and 1.")
 
     @property
     def vocab_size(self) -> int:

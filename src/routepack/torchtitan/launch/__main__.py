@@ -1,7 +1,8 @@
-"""One rank of ``routepack train``, as the launcher or torchrun starts it."""
+"""``python -m routepack.torchtitan.launch``: one rank of ``routepack train``, as its launcher or torchrun starts it."""
 
 import sys
 
-from routepack.torchtitan.launch.launch import main
+from routepack.core.config import split_layers
+from routepack.torchtitan.launch.launch import be_rank
 
-main(sys.argv[1:])
+be_rank(*split_layers(sys.argv[1:]))

@@ -7,104 +7,72 @@ before this one's update, and planned during it.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from routepack.components.rerouter import IdentityRerouter
-from routepack.core.files import read_history, write_json
 from routepack.core.plans import ExpertPlacement, Plan
 from routepack.core.rollouts import RolloutBatch
 from routepack.distributed import collectives
 from routepack.planning.plan_files import save_plan
 from routepack.report.plan_metrics import plan_metrics
-from routepack.torchtitan.rl.rl_config import RLExperiment
-from routepack.torchtitan.rl.rl_windows import demonstration_window, even_demand, graded_window
+from routepack.torchtitan.experiments.training_run import TrainingRun, means, summary_of_plans
+from routepack.torchtitan.rl.rl_experiment import RLExperiment
+from routepack.torchtitan.rl.rollout_windows import demonstration_window, even_demand, graded_window
 from routepack.torchtitan.rl.sampling import LocalPolicy, random_numbers
-from routepack.torchtitan.trainer.trainer import RoutePackTrainer
 from routepack.traces.trace_files import save_trace
 from routepack.training.losses import CrossEntropyTokenLoss
 from routepack.training.phase_clock import Clock
 from routepack.training.progress import Progress
-from routepack.training.share_rollouts import gather_rollouts
-from routepack.training.shared_planner import SharedPlanner
+from routepack.training.rollout import gather_rollouts
 
 DEMONSTRATED, PROMPTED, SAMPLED, WARMUP_PROMPTED = range(4)
 """What a stream of random numbers is for: the second number of its seed, after the experiment's."""
 
 
 @dataclass(kw_only=True, eq=False)
-class RLRun:
-    """One run of an experiment. Every rank makes one and calls :meth:`run`; all of it is collective."""
-
-    experiment: RLExperiment
-    progress: Progress
-    history: list[dict[str, float]] = field(default_factory=list)
-    """The figures of each RL step."""
+class RLRun(TrainingRun[RLExperiment, Progress]):
+    """A run that samples its own windows."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         experiment = self.experiment
-        self.trainer = RoutePackTrainer.from_settings(model=experiment.model, settings=experiment.trainer)
         self.policy = LocalPolicy(experiment.model, seed=experiment.seed)
         self.rank, self.num_ranks = collectives.this_rank(), collectives.num_ranks()
         self.num_experts = self.trainer.placement.num_experts
         self.layer_ids = self.trainer.moe_layer_ids
         # Nothing is recorded while warming up, so experts stay where they are and only lengths are planned.
         self.warmup_planner = replace(experiment.planner, rerouter=IdentityRerouter())
-        collector = replace(experiment.planner.collector, num_experts=self.num_experts)
-        self.planning = SharedPlanner(
-            planner=replace(experiment.planner, collector=collector),
-            ready_seconds=experiment.rl.plan_ready_seconds,
-            device=self.trainer.device,
-        )
         self.following: tuple[RolloutBatch, int] | None = None
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> dict[str, float]:
         """Warm up, then reinforce; the summary, which rank 0 also writes beside the last window's trace and plan.
 
         Where the result folder has a checkpoint, goes on after the last window that it knows.
         """
-        warmed_up, reinforced = self.resume()
-        self.progress.start(self.experiment.warmup.num_steps, self.experiment.rl.num_steps, resumed=warmed_up + reinforced)
-        for step in range(warmed_up, self.experiment.warmup.num_steps):
+        windows_done, warmup_steps, rl_steps = self.resume(), self.experiment.warmup.num_steps, self.experiment.rl.num_steps
+        warmed_up = min(windows_done, warmup_steps)
+        self.recall(windows_done - warmed_up)
+        self.progress.start(warmup_steps, rl_steps, resumed=windows_done)
+        for step in range(warmed_up, warmup_steps):
             self.progress.warmup_step(step, self.warm_up(step))
             self.window_done()
         plan = None
         with self.planning:
-            for step in range(reinforced, self.experiment.rl.num_steps):
+            for step in range(windows_done - warmed_up, rl_steps):
                 figures, batch, plan = self.reinforce(step)
                 self.history.append(figures)
                 self.progress.rl_step(step, figures, plan)
-                self.window_done(last=step == self.experiment.rl.num_steps - 1)
-                if self.rank == 0 and step == self.experiment.rl.num_steps - 1:
-                    self.save(batch, plan)
+                last = step == rl_steps - 1
+                self.window_done(last=last)
+                if last and self.rank == 0:
+                    save_trace(batch, self.experiment.out / "trace.safetensors")
+                    save_plan(plan, self.experiment.out / "plan.safetensors")
         summary = summarize(self.history)
-        if self.rank == 0:
-            self.save_summary(summary)
+        self.save_summary(summary)
         self.progress.finish(summary, self.experiment.out, plan)
         return summary
-
-    def resume(self) -> tuple[int, int]:
-        """Load the last checkpoint if there is one; the warm-up and RL steps that it has been through."""
-        self.trainer.resume()
-        warmed_up = min(self.trainer.windows_done, self.experiment.warmup.num_steps)
-        reinforced = self.trainer.windows_done - warmed_up
-        if self.rank == 0:
-            self.history = read_history(self.history_path)[:reinforced]
-        return warmed_up, reinforced
-
-    def window_done(self, *, last: bool = False) -> None:
-        """Count a window, save a checkpoint if one is due, and beside it the figures so far."""
-        self.trainer.windows_done += 1
-        if self.trainer.save(last=last) and self.rank == 0:
-            write_json(self.history_path, self.history)
-
-    @property
-    def history_path(self) -> Path:
-        """Every RL step's figures, as of the last checkpoint."""
-        return self.experiment.out / "history.json"
 
     def warm_up(self, step: int) -> dict[str, float]:
         """One supervised step on demonstrations."""
@@ -136,23 +104,17 @@ class RLRun:
             # The experts will be where this plan puts them when the next window is trained.
             self.following = self.sample(step + 1, step, plan.placement)
             clock.lap("sample")
-        experts_moved = self.trainer.move_experts(plan.placement)
-        move = self.trainer.last_move
+        moved = self.move_experts(plan)
         clock.lap("move")
         logprobs_old = self.old_logprobs(batch, plan)
         clock.lap("logprobs")
         trained = replace(batch, token_fields={**batch.token_fields, "logprobs_old": logprobs_old})
         self.trainer.set_learning_rate(experiment.rl.rate_at(step))
-        figures: dict[str, float] = {}
-        parts = experiment.rl.minibatches_per_window
-        for _ in range(experiment.rl.updates_per_window):
-            steps = self.trainer.update_minibatches(trained, plan, experiment.loss, num_minibatches=parts, save=False)
-            figures = steps[-1]
+        figures = self.update(trained, plan)[-1]
         clock.lap("update")
         figures |= window_figures(trained) | plan_metrics(plan) | timing | clock.figures(int(batch.num_tokens_S.sum()))
         if not experiment.rl.async_level:
             figures |= {"logprob_difference_max": logprob_difference(trained)}
-        moved = {"experts_moved": experts_moved, "move_ms": 1e3 * move.seconds, "moved_bytes": move.bytes_sent}
         return figures | moved | {"off_policy_steps": step - sampled_at}, trained, plan
 
     def old_logprobs(self, batch: RolloutBatch, plan: Plan) -> np.ndarray:
@@ -191,15 +153,6 @@ class RLRun:
         )
         return batch, trained_steps
 
-    def save(self, batch: RolloutBatch, plan: Plan) -> None:
-        """Write the last window and its plan."""
-        save_trace(batch, self.experiment.out / "trace.safetensors")
-        save_plan(plan, self.experiment.out / "plan.safetensors")
-
-    def save_summary(self, summary: dict[str, Any]) -> None:
-        """Write the summary and every step's figures."""
-        write_json(self.experiment.out / "summary.json", {**summary, "steps": self.history}, indent=1)
-
 
 def window_figures(batch: RolloutBatch) -> dict[str, float]:
     """``reward`` and lengths."""
@@ -218,30 +171,21 @@ def logprob_difference(batch: RolloutBatch) -> float:
     return float(apart_N.max(initial=0.0))
 
 
-SUMMARIZED = ("value", "baseline_value", "bound")
-MEDIANS = ("plan_ms", "exposed_ms", "background_ms")
-
-
-def summarize(history: list[dict[str, float]]) -> dict[str, Any]:
+def summarize(history: list[dict[str, float]]) -> dict[str, float]:
     """First and last rewards (each over up to five steps), and means over all steps of what plans gained and took."""
     if not history:
         return {}
-    edge = min(5, len(history))
+    edge, mean = min(5, len(history)), means(history)
     rewards = [figures["reward"] for figures in history]
-    mean = {name: float(np.mean([figures[name] for figures in history])) for name in history[0]}
     return {
         "num_steps": len(history),
         "reward_first": float(np.mean(rewards[:edge])),
         "reward_last": float(np.mean(rewards[-edge:])),
         "rewards_averaged_over": edge,
-        "imbalance_baseline": mean["plan/baseline.imbalance_mean"],
-        "imbalance_planned": mean["plan/planned.imbalance_mean"],
-        **{name: mean[f"plan/{name}"] for name in SUMMARIZED},
+        **summary_of_plans(history),
         "value_over_bound": float(np.mean([one["plan/value"] / one["plan/bound"] for one in history])),
-        # Medians: the first plan also loads the compiled kernels, or compiles them.
-        **{name: float(np.median([one[f"plan/{name}"] for one in history])) for name in MEDIANS},
+        "plan_ms": float(np.median([one["plan/plan_ms"] for one in history])),
         "seconds_per_step": mean["seconds"],
-        "tokens_per_second": mean["tokens_per_second"],
         "experts_moved_per_step": mean["experts_moved"],
         **{name: max(one[name] for one in history) for name in ("off_policy_steps", "logprob_difference_max") if name in mean},
     }

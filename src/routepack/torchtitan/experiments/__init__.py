@@ -1,0 +1,1 @@
+"""What every training run is made of, wherever its windows come from."""
