@@ -15,7 +15,7 @@ from routepack.components.placement_search import PackedUnits
 from routepack.components.rerouter import Rerouter
 from routepack.core.checks import whole
 from routepack.core.errors import InfeasibleError, PlanError
-from routepack.core.plans import Topology
+from routepack.core.plans import ExpertPlacement, Topology
 from routepack.core.rollouts import RolloutBatch, RoutingDemand
 from routepack.cost.models import WindowNormalizedCost, num_packed_groups
 
@@ -184,7 +184,7 @@ def check_rerouter(rerouter: Rerouter, *, num_windows: int = 100, seed: int = 0)
             raise PlanError(f"{name} changed the counts of window {window}: copy them first.")
 
 
-def _waited(placement, demand: RoutingDemand, unit_of_S: np.ndarray, ranks: int) -> int:
+def _waited(placement: ExpertPlacement, demand: RoutingDemand, unit_of_S: np.ndarray, ranks: int) -> int:
     """Sum over units and layers of the fullest rank."""
     slots_SLP = np.take_along_axis(demand.tokens_SLE, placement.physical_to_logical_LP[None].astype(np.int64), axis=2)
     load_SLR = slots_SLP.reshape(*slots_SLP.shape[:2], ranks, -1).sum(axis=-1)
