@@ -3,8 +3,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from routepack.components.expert_rerouter import ExpertRerouter
 from routepack.components.packer import Packer
-from routepack.components.rerouter import Rerouter
+from routepack.components.placement_search import PlacementSearch
 from routepack.core.errors import PlanError
 from routepack.testing import check_packer, check_rerouter, synthetic_batch, synthetic_demand
 
@@ -68,18 +69,19 @@ def test_check_packer_finds_what_is_wrong(packer, message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unsettled(Rerouter):
+class Worsens(PlacementSearch):
     """Refines into something worse."""
 
-    refines = True
+    def refine(self, slots_LP, units):
+        return np.argsort(units.demand.tokens_LE, axis=1)
 
-    def assign(self, tokens_LE, num_ranks):
-        from routepack.components.expert_rerouter import ExpertRerouter
 
-        return ExpertRerouter().assign(tokens_LE, num_ranks)
+@dataclass(frozen=True, kw_only=True)
+class Unsettled(ExpertRerouter):
+    """Places well, and searches for something worse."""
 
-    def refine(self, slots_LP, demand, unit_of_S, num_ranks, joined_units):
-        return np.argsort(demand.tokens_LE, axis=1)
+    def search(self):
+        return Worsens()
 
 
 def test_check_rerouter_finds_a_refinement_that_waits_longer():

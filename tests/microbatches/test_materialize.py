@@ -1,3 +1,4 @@
+from dataclasses import fields
 from itertools import islice
 
 import numpy as np
@@ -216,7 +217,12 @@ def test_sequences_stand_in_the_order_of_the_plan():
 
 
 def plan_with(plan, packing):
-    return Plan(**{**{name: getattr(plan, name) for name in plan.__dataclass_fields__ if name != "digest"}, "packing": packing})
+    return Plan(
+        **{
+            **{name: getattr(plan, name) for name in (field.name for field in fields(plan)) if name != "digest"},
+            "packing": packing,
+        }
+    )
 
 
 def test_a_plan_of_other_lengths_is_refused():
