@@ -29,7 +29,8 @@ FIGURES = ("value_over_bound", "value_over_proven", "wall_seconds", "cpu_seconds
 class PlacedOnce(rp.ExpertRerouter):
     """RoutePack's placement before it is refined on the packed cells."""
 
-    refines = False
+    def search(self):
+        return None
 
 
 def planners(topology, max_tokens, sync, seconds=()):
